@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,57 +37,49 @@ sys.stdin.read()  # until we are told to stop
 supervised.stop()
 print("stopped", flush=True)
 """
-Children = Callable[[int], list[tuple[str, int]]]
 
 
 @pytest.fixture
 def supervisor(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     if sys.platform != "linux":
         pytest.skip("forks")
+    command = [sys.executable, "-c", SUPERVISOR, str(tmp_path / "log"), CHILD]
     with subprocess.Popen(
-        [sys.executable, "-c", SUPERVISOR, str(tmp_path / "log"), CHILD],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         yield process
         process.kill()
 
 
-@pytest.fixture
-def children(tmp_path: Path) -> Children:
-    """Waits for a number of children, and returns how each was started, and its pid."""
-
-    def wait_for(count: int) -> list[tuple[str, int]]:
-        log = tmp_path / "log"
-        until(lambda: log.exists() and log.read_text().count("\n") == count)
-        return [(kind, int(pid)) for kind, pid in map(str.split, log.read_text().splitlines())]
-
-    return wait_for
+def last_child(log: Path, count: int) -> tuple[str, int]:
+    """Wait for a number of children; return how the last one was started, and its pid."""
+    until(lambda: log.exists() and log.read_text().count("\n") == count)
+    kind, pid = log.read_text().splitlines()[-1].split()
+    return kind, int(pid)
 
 
 def test_it_begins_as_a_fork_and_is_executed_when_that_dies(
-    supervisor: subprocess.Popen[str], children: Children
+    supervisor: subprocess.Popen[str], tmp_path: Path
 ) -> None:
-    [(kind, first)] = children(1)
+    kind, first = last_child(tmp_path / "log", 1)
     assert kind == "forked"
     os.kill(first, signal.SIGKILL)
-    kind, second = children(2)[1]
+    kind, second = last_child(tmp_path / "log", 2)
     assert (kind, alive(first), alive(second)) == ("executed", False, True)
     out, _ = supervisor.communicate("", timeout=15)
     assert (out, supervisor.returncode) == ("stopped\n", 0)
     until(lambda: not alive(second))
-    children(2)  # what is stopped does not come back
+    last_child(tmp_path / "log", 2)  # what is stopped does not come back
 
 
 @pytest.mark.parametrize("after_restart", [False, True])
 def test_it_ends_with_its_supervisor(
-    supervisor: subprocess.Popen[str], children: Children, after_restart: bool
+    supervisor: subprocess.Popen[str], tmp_path: Path, after_restart: bool
 ) -> None:
-    [(_, pid)] = children(1)
+    _, pid = last_child(tmp_path / "log", 1)
     if after_restart:
         os.kill(pid, signal.SIGKILL)
-        _, pid = children(2)[1]
+        _, pid = last_child(tmp_path / "log", 2)
     supervisor.kill()
     supervisor.wait()
     until(lambda: not alive(pid))

@@ -46,8 +46,7 @@ def train_command(*tokens: Tokens) -> None:
         TrainDisplay(console, f"agentrl · {folder.name}", since=session.started) as display,
     ):
         with heavy_imports():
-            from agentrl.training.loop import train
-            from agentrl.training.run import TrainingRun
+            from agentrl.training.loop import TrainingRun, train
 
         summary = train(TrainingRun(config, tasks, eval_tasks, session, display))
     console.print(training_report(summary))

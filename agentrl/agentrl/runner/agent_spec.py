@@ -1,7 +1,4 @@
-"""Parse and check the ``agent`` setting without importing the user's code, and load the agent.
-
-Imports nothing heavy.
-"""
+"""Parse the ``agent`` setting, check it without importing the user's code, and load the agent."""
 
 from __future__ import annotations
 

@@ -25,13 +25,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NoReturn
 
-# The attempt's own imports, so that every fork has them: OpenTelemetry and the tracer among them.
-import agentrl_tracer.emit  # noqa: F401
-from agentrl.runner.agent_process.environment import (
-    QUIET,
-    attempt_environment,
-    direct_to_gateway,
-)
+from agentrl.runner.agent_process.environment import QUIET, attempt_environment, direct_to_gateway
 from agentrl.runner.agent_spec import load_agent, parse_agent
 from agentrl.runner.preload import (
     StartedThreads,

@@ -46,12 +46,7 @@ class ForkedChild:
         self._status: int | None = None
         sys.stdout.flush()
         sys.stderr.flush()
-        try:
-            self.pid = os.fork()
-        except OSError:
-            self.socket.close()
-            theirs.close()
-            raise
+        self.pid = os.fork()
         if self.pid == 0:
             try:
                 for ours in (self.socket, *siblings):

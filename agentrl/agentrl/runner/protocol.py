@@ -20,7 +20,7 @@ class RunnerConfig:
     """The configuration of a pool of runners; ``agentrl.config`` has the defaults of settings."""
 
     store: str  # URL or path of the trace store
-    gateway: str  # base URL, without ``/v1`` and a slash at its end
+    gateway: str  # base URL, without ``/v1`` or a final slash
     run_id: str  # whose rollouts are claimed
     agent: str  # ``module:function``, ``file.py:function`` or a command line
     model: str  # the model name that agents are told to ask for (``AGENTRL_MODEL``)
@@ -59,8 +59,7 @@ class AttemptEnding:
         """Return the ending of an agent that returned (no ``errors``) or failed."""
         if not complete:
             lost = "its spans or rewards did not reach the gateway"
-            said = "; the agent: ".join([lost, *errors])
-            return cls(AttemptState.INFRASTRUCTURE, said)
+            return cls(AttemptState.INFRASTRUCTURE, "; the agent: ".join([lost, *errors]))
         return cls(AttemptState.ERROR, errors[0]) if errors else cls(AttemptState.SUCCEEDED)
 
 

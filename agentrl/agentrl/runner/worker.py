@@ -45,7 +45,7 @@ _GRACE_S = 2.0  # between SIGTERM (or a cancellation) and SIGKILL
 _TICK_S = 0.25  # longest sleep: how late a stop, or a death without a closed pipe, may be noticed
 _HEALTH_AGE_S = 1.0
 _GATEWAY_TIMEOUT_S = 5.0
-_LONGEST_SILENCE_S = 1.0
+_LONGEST_SILENCE_S = 1.0  # of an idle worker whose store has not changed
 
 P, T = ParamSpec("P"), TypeVar("T")
 
@@ -232,14 +232,18 @@ class Worker:
                 self._end_process()
         del self._running[claim.attempt_id]
         shutil.rmtree(storage_folder(claim.attempt_id), ignore_errors=True)
-        log = _keep_log(Path(self._config.log_of(claim)))
+        log = Path(self._config.log_of(claim))
+        with contextlib.suppress(OSError):
+            if not log.stat().st_size:
+                log.unlink()
+        log_path = str(log) if log.exists() else None
         state, error = ending.state, ending.error
         if error is not None and (reason := self._fault_of_gateway(running, state)):
             state, error = AttemptState.INFRASTRUCTURE, f"{reason}; the agent: {error}"
         deadline = time.monotonic() + self._config.lease_s
         while time.monotonic() < deadline:  # then the lease is lost, and the rollout runs again
             try:
-                self._store.end_attempt(claim.attempt_id, state, error=error, log=log)
+                self._store.end_attempt(claim.attempt_id, state, error=error, log=log_path)
                 break
             except (SQLAlchemyError, OSError) as failure:
                 logger.warning("ending attempt %s: %s", claim.attempt_id, failure)
@@ -344,15 +348,6 @@ class QueueWatch:
                 stat = os.stat(file)
                 return file, stat.st_mtime_ns, stat.st_size
         return None
-
-
-def _keep_log(log: Path) -> str | None:
-    """Return the path of a log that is not empty; remove an empty one."""
-    with contextlib.suppress(OSError):
-        if log.stat().st_size:
-            return str(log)
-        log.unlink()
-    return None
 
 
 def run_worker(config: RunnerConfig, index: int, control: socket.socket) -> NoReturn:

@@ -114,8 +114,7 @@ class RunFolder:
         return self.adapters / name / f"v{version:06d}"
 
     def write_json(self, path: Path, value: Any) -> None:
-        text = json.dumps(strict(value), indent=2, default=str, allow_nan=False)
-        _replace(path, text + "\n")
+        _replace(path, json.dumps(strict(value), indent=2, default=str, allow_nan=False) + "\n")
 
     def append_metrics(self, values: Mapping[str, Any]) -> None:
         with self.metrics.open("a", encoding="utf-8") as file:
@@ -236,7 +235,7 @@ def _adapters_of(run: RunFolder, step: str, field: str) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for folder in sorted(path for path in run.adapters.glob("*") if path.is_dir()):
         versions = {str(int(path.name[1:])): path for path in sorted(folder.glob("v*"))}
-        version = step or next(reversed(versions), None)
+        version = step or next(reversed(versions), "")
         if version not in versions:
             raise ConfigError(
                 f"{field}: {run.root} has no adapter {folder.name!r} of step {step or 'any'}; "

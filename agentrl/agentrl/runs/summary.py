@@ -13,7 +13,7 @@ from agentrl.runs.metric_names import HELD_OUT, REWARD
 from agentrl_tracer.schemas import Accounting, Call, CallState, Purpose
 
 if TYPE_CHECKING:
-    from agentrl.training.run import TrainingRun
+    from agentrl.training.loop import TrainingRun
 
 _REPLIES = 4  # shown at most
 

@@ -115,7 +115,7 @@ class TinkerServer:
         session = body["session_id"]
         model_id = f"{session}:train:{body['model_seq_id']}"
 
-        def work() -> Json:
+        def work() -> Answer:
             client = self.models[model_id] = make(name=_folder_name(model_id))
             if session not in self.heard:
                 self.models.pop(model_id, None)

@@ -23,7 +23,7 @@ from agentrl_tracer.schemas import NewRollout, Purpose, SkipReason
 from agentrl_trainer.data.rewards import rollout_rewards
 
 if TYPE_CHECKING:
-    from agentrl.training.run import TrainingRun
+    from agentrl.training.loop import TrainingRun
 
 _Z95 = NormalDist().inv_cdf(0.975)
 

@@ -19,7 +19,7 @@ from agentrl_trainer.data.skip_reasons import token_versions
 from agentrl_trainer.learner.step_stats import StepStats
 
 if TYPE_CHECKING:
-    from agentrl.training.run import TrainingRun
+    from agentrl.training.loop import TrainingRun
 
 _OF_UPDATE = {
     "tokens/trained": "tokens",

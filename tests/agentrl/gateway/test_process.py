@@ -27,8 +27,6 @@ from agentrl_tracer.schemas import CallState, Claim, SkipReason
 from agentrl_tracer.store import Store
 from agentrl_trainer.models.loading import load_base
 
-ASKED: list[Any] = [{"role": "user", "content": "Who are you?"}]
-
 # The gateway's own process. Its engine fails once, while a file "fail" is there; and it is killed
 # once, while a file "kill" is there, after an answer became durable and before its client got it.
 FRAGILE = """
@@ -94,7 +92,7 @@ def test_a_gateway_that_dies_comes_back_and_samples_no_retry_again(
     base_url = f"{url}/rollouts/{claim.rollout_id}/v1"
     patient: Any = {"api_key": claim.key, "timeout": 90, "max_retries": 4}
     marked: Any = {"extra_headers": {"x-stainless-retry-count": "1"}}
-    asked: Any = {"model": "m", "messages": ASKED}
+    asked: Any = {"model": "m", "messages": [{"role": "user", "content": "Who are you?"}]}
     with openai.OpenAI(base_url=base_url, **patient) as api:
         once = api.with_options(max_retries=0)
         chat = api.chat.completions.create

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -12,14 +13,12 @@ from runner_harness import RunnerHarness
 @pytest.fixture(scope="module")
 def shared_harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunnerHarness]:
     """One pool for every test that needs nothing special: starting it takes a second."""
-    built = RunnerHarness(tmp_path_factory.mktemp("shared"))
-    built.start_any(timeout_s=1.0, runners=3)
-    yield built
-    built.close()
+    with closing(RunnerHarness(tmp_path_factory.mktemp("shared"))) as built:
+        built.start_any(timeout_s=1.0, runners=3)
+        yield built
 
 
 @pytest.fixture
 def harness(tmp_path: Path) -> Iterator[RunnerHarness]:
-    built = RunnerHarness(tmp_path)
-    yield built
-    built.close()
+    with closing(RunnerHarness(tmp_path)) as built:
+        yield built

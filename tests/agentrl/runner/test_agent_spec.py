@@ -59,8 +59,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 )
 def test_specs_are_understood(spec: str, kind: str, rest: tuple[str, ...]) -> None:
     parsed = parse_agent(spec)
-    assert parsed.kind == kind
-    assert (parsed.argv or (parsed.target, parsed.attribute)) == rest
+    assert (parsed.kind, parsed.argv or (parsed.target, parsed.attribute)) == (kind, rest)
 
 
 @pytest.mark.parametrize(
@@ -89,8 +88,7 @@ def test_wrong_specs_are_refused_early_and_clearly(spec: str, problem: str) -> N
 
 
 @pytest.mark.parametrize(
-    "spec",
-    ["my_agent_module:takes", "my_agent_module.py:Crew", "sh -c true", "json:loads"],
+    "spec", ["my_agent_module:takes", "my_agent_module.py:Crew", "sh -c true", "json:loads"]
 )
 def test_right_specs_pass_without_an_import(spec: str) -> None:
     validate_agent(spec)

@@ -112,18 +112,7 @@ def test_nothing_outlives_the_trainer(harness: RunnerHarness, tmp_path: Path) ->
     until(lambda: not any(alive(pid) for pid in pids))
 
 
-def test_frameworks_are_preloaded_and_the_users_modules_are_not(harness: RunnerHarness) -> None:
-    harness.agents.write_text(
-        "import sys\nbefore = set(sys.modules)\nimport openai, neighbor_abc\n"
-        "def run(task):\n    return float('openai' in before) + 2 * ('neighbor_abc' in before)\n"
-    )
-    (harness.folder / "neighbor_abc.py").write_text("")
-    harness.start("run")
-    [attempt] = harness.finish(harness.enqueue(), 60)
-    assert harness.values(attempt) == [1.0]
-
-
-def test_a_package_that_starts_threads_is_left_to_the_attempts(
+def test_packages_are_warm_but_not_those_with_threads_or_the_users_own_modules(
     harness: RunnerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packages = harness.folder / "site-packages"
@@ -138,10 +127,11 @@ def test_a_package_that_starts_threads_is_left_to_the_attempts(
         "sitecustomize": f"import site\nsite.getsitepackages = lambda: [{str(packages)!r}]\n",
     }.items():
         (packages / f"{name}.py").write_text(text)
+    (harness.folder / "neighbor_abc.py").touch()
     harness.agents.write_text(
-        "import sys\nbefore = set(sys.modules)\nimport calm_abc, threaded_abc\n"
+        "import sys\nbefore = set(sys.modules)\nimport calm_abc, neighbor_abc, threaded_abc\n"
         "def run(task):\n"
-        "    assert threaded_abc.thread.is_alive()\n"
+        "    assert threaded_abc.thread.is_alive() and 'neighbor_abc' not in before\n"
         "    warm = [name in before for name in ('calm_abc', 'threaded_abc', 'lazy_abc')]\n"
         "    import lazy_abc\n"
         "    return float(warm[0] + 2 * warm[1] + 4 * warm[2])\n"

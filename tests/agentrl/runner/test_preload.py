@@ -90,15 +90,11 @@ def test_the_warm_up_leaves_nothing_but_a_warm_library() -> None:
 def test_a_warm_up_that_fails_is_left_to_the_attempts(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-
-    def fail() -> None:
-        raise RuntimeError("another version")
-
-    monkeypatch.setattr(preloading, "_call_openai", fail)
+    monkeypatch.setattr(preloading, "_call_openai", lambda: {}["another version"])
     monkeypatch.setattr(logging.getLogger("agentrl.runner"), "propagate", True)
     with caplog.at_level(logging.INFO, "agentrl.runner"):
         warm_up()
-    assert "warming up openai failed: RuntimeError: another version" in caplog.text
+    assert "warming up openai failed: KeyError: 'another version'" in caplog.text
 
 
 def test_a_thread_that_the_warm_up_leaves_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

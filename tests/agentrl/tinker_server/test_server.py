@@ -62,9 +62,8 @@ def client(served: Any) -> Any:
 
 
 def model(session: str, number: int, **more: Any) -> dict[str, Any]:
-    lora = {"rank": 4, "seed": 3, "train_unembed": True}
-    body = {"session_id": session, "model_seq_id": number, "base_model": TINY}
-    return {**body, "lora_config": lora, **more}
+    lora = {"lora_config": {"rank": 4, "seed": 3, "train_unembed": True}}
+    return {"session_id": session, "model_seq_id": number, "base_model": TINY} | lora | more
 
 
 def request_of(model_id: str, sequence: int, datum: Datum) -> bytes:

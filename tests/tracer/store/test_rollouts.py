@@ -101,17 +101,10 @@ def test_infrastructure_retries_do_not_use_up_attempts(store: Store) -> None:
     assert store.rollouts(run_id)[0].attempts == 5
 
 
-def test_claims_follow_the_queue_and_give_each_rollout_once(store: Store) -> None:
-    run_id = start_run(store, rollouts=3)
-    claims = [claimed(store) for _ in range(3)]
-    assert [c.rollout_id for c in claims] == [r.id for r in store.rollouts(run_id)]
-    assert claims[0].task == {"n": 7}
-    assert store.claim("runner", 30, run_id) is None
-
-
-def test_what_is_waited_for_is_claimed_first(store: Store) -> None:
+def test_claims_follow_the_queue_and_what_is_waited_for_is_claimed_first(store: Store) -> None:
     run_id = start_run(store, rollouts=3)
     running = claimed(store)
+    assert running.task == {"n": 7}
     (task,) = store.add_tasks(run_id, "eval", [{"n": 8}])
     evaluation = [NewRollout(task, "e", Purpose.EVAL, 1, i, seed=i) for i in range(2)]
     first = store.enqueue(run_id, evaluation, first=True)
@@ -120,6 +113,7 @@ def test_what_is_waited_for_is_claimed_first(store: Store) -> None:
     assert training[0] == running.rollout_id
     claims = [claimed(store).rollout_id for _ in range(6)]
     assert claims == [*second, *first, *training[1:]]
+    assert store.claim("runner", 30, run_id) is None
     last = store.enqueue(run_id, evaluation)
     assert [r.id for r in store.rollouts(run_id)][-2:] == last
 

@@ -66,10 +66,9 @@ def test_running_sequences_keep_the_version_that_they_started_with(engine, base,
         asked.append(Asked(engine, PROMPT, SampleParams(max_tokens=200), "policy"))
         asked[-1].first.wait(30)
     for version, a in zip(versions, asked, strict=True):
-        answer = a.one()
-        assert answer.versions == {version}
-        assert worst_difference(references[version], PROMPT, answer) < CLOSE
-        assert answer.end.reused_tokens == 0
+        assert a.one().versions == {version}
+        assert worst_difference(references[version], PROMPT, a.one()) < CLOSE
+    assert engine.stats().reused_tokens == 0
     settle(engine)
     assert engine.adapters == {"policy": 3}
     assert engine.stats().swaps == 3
@@ -117,14 +116,10 @@ def test_a_refused_adapter_leaves_no_trace(engine_of, base, tmp_path) -> None:
     """Unmerged, where PEFT has put its layers into the model before it reads weights."""
     references = {None: copy.deepcopy(base.model)}
     references["good"] = make_adapter(base, tmp_path / "good", seed=1)
-    bad: list[tuple[str, str]] = []
-    for name, sizes, said in (
-        ("torn", qwen3(), "it lacks 14 tensors"),
-        ("deep", qwen3(3), "it has unknown 14 tensors"),
-        ("other", llama(), "size mismatch"),
-    ):
-        make_adapter(as_base(sizes), tmp_path / name, seed=2)
-        bad.append((name, said))
+    models = {"torn": qwen3(), "deep": qwen3(3), "other": llama()}
+    said = ("it lacks 14 tensors", "it has unknown 14 tensors", "size mismatch")
+    for name, model in models.items():
+        make_adapter(as_base(model), tmp_path / name, seed=2)
     file = tmp_path / "torn" / "adapter_model.safetensors"
     kept = {key: tensor for key, tensor in load_file(file).items() if ".layers.0." in key}
     save_file(kept, file, metadata={"format": "pt"})
@@ -132,8 +127,8 @@ def test_a_refused_adapter_leaves_no_trace(engine_of, base, tmp_path) -> None:
     for loaded in (None, "good"):  # refused as the first adapter, and after another one
         if loaded:
             engine.load_adapter(loaded, 1, tmp_path / loaded).result(30)
-        for name, said in bad:
-            with pytest.raises(ModelError, match=f"(?s)does not fit this model: .*{said}"):
+        for name, why in zip(models, said, strict=True):
+            with pytest.raises(ModelError, match=f"(?s)does not fit this model: .*{why}"):
                 engine.load_adapter("bad", 1, tmp_path / name).result(30)
             for of in {None, loaded}:
                 one = Asked(engine, PROMPT, SampleParams(max_tokens=9, seed=1), of)

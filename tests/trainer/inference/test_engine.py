@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -51,8 +52,7 @@ def test_mixed_batch_agrees_with_a_plain_forward(engine_of, tmp_path, make, merg
         asked[-1][0].first.wait(30)
     for a, name in asked:
         answer = a.one()
-        assert answer.end.reason == "length"
-        assert len(answer.tokens) == a.params.max_tokens
+        assert (answer.end.reason, len(answer.tokens)) == ("length", a.params.max_tokens)
         assert answer.versions == {7 if name else None}
         assert worst_difference(references[name], a.prompt, answer) < CLOSE
     settle(engine)
@@ -80,12 +80,13 @@ def test_group_shares_one_prefill(engine, reference) -> None:
 def test_next_turn_reuses_the_conversation(engine, reference) -> None:
     ids = prompt(3, 30)
     for _ in range(4):
-        asked = Asked(engine, ids, SampleParams(max_tokens=15))
-        answer = asked.one()
+        before = engine.stats().reused_tokens
+        answer = Asked(engine, ids, SampleParams(max_tokens=15)).one()
         assert worst_difference(reference, ids, answer) < CLOSE
+        reused, length = engine.stats().reused_tokens - before, len(ids)
         ids = ids + answer.ids + prompt(4, 5)
     # All but the last answer's last token and the five new ones.
-    assert answer.end.reused_tokens == len(asked.prompt) - 6
+    assert reused == length - 6
 
 
 def test_seeded_tokens_do_not_depend_on_the_batch(engine) -> None:
@@ -96,8 +97,8 @@ def test_seeded_tokens_do_not_depend_on_the_batch(engine) -> None:
     among = [a.ids for a in Asked(engine, prompt(5, 20), params).wait()]
     assert alone == among
     assert alone[0] != alone[1]
-    other = SampleParams(max_tokens=30, seed=12)
-    assert Asked(engine, prompt(5, 20), other).one().ids != alone[0]
+    other = Asked(engine, prompt(5, 20), SampleParams(max_tokens=30, seed=12))
+    assert other.one().ids != alone[0]
 
 
 def test_greedy_matches_generate(engine, reference) -> None:
@@ -113,8 +114,7 @@ def test_stop_ids_and_top_logprobs(engine) -> None:
     params = SampleParams(max_tokens=50, seed=1, temperature=0, top_logprobs=3)
     free = Asked(engine, prompt(7, 9), params).one()
     stop = free.ids[4]
-    params = SampleParams(max_tokens=50, temperature=0, stop_ids=frozenset({stop}))
-    stopped = Asked(engine, prompt(7, 9), params).one()
+    stopped = Asked(engine, prompt(7, 9), replace(params, stop_ids=frozenset({stop}))).one()
     assert stopped.ids == free.ids[: free.ids.index(stop) + 1]
     assert (stopped.end.reason, stopped.end.stop) == ("stop", None)
     for token in free.tokens:
@@ -132,12 +132,12 @@ def test_stop_string_across_tokens(engine, base) -> None:
     answer = Asked(engine, prompt(8, 9), params).one()
     assert (answer.end.reason, answer.end.stop) == ("stop", stop)
     assert answer.ids == ids[: len(answer.ids)]
-    found = base.tokenizer.decode(answer.ids)
-    assert found.endswith(stop)
-    assert found.count(stop) == 1
+    assert base.tokenizer.decode(answer.ids).partition(stop)[1:] == (stop, "")
 
 
-def test_the_youngest_is_preempted(engine_of, base, monkeypatch) -> None:
+def test_the_youngest_is_preempted_and_still_agrees(
+    engine_of, base, reference, monkeypatch
+) -> None:
     """Not the one in the last row: rows are ordered by length."""
     youngest: list[tuple[int, int, int]] = []
     leave = Lane.leave
@@ -156,26 +156,15 @@ def test_the_youngest_is_preempted(engine_of, base, monkeypatch) -> None:
     ]
     for a in asked:
         assert len(a.one().tokens) == a.params.max_tokens
+        assert worst_difference(reference, a.prompt, a.one()) < CLOSE
     assert all(sent_back == newest for sent_back, newest, _ in youngest)
     assert any(newest != last for _, newest, last in youngest)
-
-
-def test_tight_budget_preempts_and_still_agrees(engine_of, base, reference) -> None:
-    engine = engine_of(base, kv_tokens=600)
-    asked = [
-        Asked(engine, prompt(i, 20 + i), SampleParams(max_tokens=120, seed=i)) for i in range(12)
-    ]
-    for a in asked:
-        answer = a.one()
-        assert len(answer.tokens) == 120
-        assert worst_difference(reference, a.prompt, answer) < CLOSE
     settle(engine)
-    stats = engine.stats()
-    assert stats.preemptions > 0
-    assert stats.kv_tokens <= 600
+    assert engine.stats().preemptions >= len(youngest)
+    assert engine.stats().kv_tokens <= 2500
     roomy = engine_of(as_base(reference))
-    again = Asked(roomy, prompt(7, 27), SampleParams(max_tokens=120, seed=7)).one()
-    assert again.ids == asked[7].one().ids
+    again = Asked(roomy, asked[-1].prompt, asked[-1].params).one()
+    assert again.ids == asked[-1].one().ids
 
 
 def test_refusals_name_the_reason(engine_of, base) -> None:
@@ -196,8 +185,7 @@ def test_refusals_name_the_reason(engine_of, base) -> None:
 
 def test_the_context_length_ends_an_answer_as_max_tokens_does(engine_of, base) -> None:
     answer = Asked(engine_of(base), [1] * 500, SampleParams(max_tokens=100)).one()
-    assert len(answer.tokens) == 12
-    assert answer.end.reason == "length"
+    assert (answer.end.reason, len(answer.tokens)) == ("length", 12)
 
 
 def test_long_prompt_does_not_starve_the_others(engine_of, base) -> None:
@@ -206,9 +194,8 @@ def test_long_prompt_does_not_starve_the_others(engine_of, base) -> None:
     Asked(engine, prompt(2, 400), SampleParams(max_tokens=1)).wait()
     running.wait()
     # 25 chunks of 16, and the running sequence got a step between each two of them.
-    stats = engine.stats()
-    assert stats.prefill_steps >= 26
-    assert stats.decode_steps <= 60
+    assert engine.stats().prefill_steps >= 26
+    assert engine.stats().decode_steps <= 60
 
 
 def test_cancel(engine_of, base) -> None:
@@ -222,25 +209,20 @@ def test_cancel(engine_of, base) -> None:
     assert len(queued.one().tokens) == 5
 
 
-def test_a_failed_forward_fails_its_requests_only(engine, monkeypatch) -> None:
-    first = started(engine, max_tokens=400)
-    monkeypatch.setattr(engine._scheduler.forward, "_logits", lambda *_: 1 / 0)
-    answer = first.one()
-    monkeypatch.undo()
-    assert (answer.end.reason, answer.end.error) == ("error", "ZeroDivisionError: division by zero")
-    assert engine.healthy
-    assert len(Asked(engine, prompt(1, 9), SampleParams(max_tokens=4)).one().tokens) == 4
-
-
-def test_running_out_of_memory_fails_the_request_only(engine, monkeypatch) -> None:
-
-    def full(*_args: object, **_kwargs: object) -> None:
+@pytest.mark.parametrize("what", ["forward", "memory"])
+def test_a_failure_fails_its_requests_only(engine, monkeypatch, what) -> None:
+    def fail(*_args: object, **_kwargs: object) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(engine._scheduler.current[None].filling, "reserve", full)
-    answer = Asked(engine, prompt(1, 9), SampleParams(max_tokens=4)).one()
+    first = started(engine, max_tokens=400) if what == "forward" else None
+    if first:
+        monkeypatch.setattr(engine._scheduler.forward, "_logits", fail)
+    else:
+        monkeypatch.setattr(engine._scheduler.current[None].filling, "reserve", fail)
+    answer = (first or Asked(engine, prompt(1, 9), SampleParams(max_tokens=4))).one()
     assert (answer.end.reason, answer.end.error) == ("error", "MemoryError: no room")
     monkeypatch.undo()
+    assert engine.healthy
     assert len(Asked(engine, prompt(1, 9), SampleParams(max_tokens=4)).one().tokens) == 4
 
 
@@ -251,8 +233,7 @@ def test_nan_fails_and_does_not_spread(engine, base, reference) -> None:
     weight.data.fill_(float("nan"))
     answer = first.one()
     weight.data.copy_(good)
-    assert answer.end.reason == "error"
-    assert "log-probability" in (answer.end.error or "")
+    assert "log-probability" in answer.end.error
     for i in range(3):
         again = Asked(engine, prompt(1, 9 + i), SampleParams(max_tokens=20))
         assert worst_difference(reference, again.prompt, again.one()) < CLOSE
@@ -325,11 +306,9 @@ def test_anything_at_any_time(engine_of, base, tmp_path, seed) -> None:
     for i, a in enumerate(asked):
         for answer in a.wait():
             assert len(answer.versions) <= 1
-            if answer.end.reason == "cancelled":
-                assert i in cancelled
-            else:
-                assert answer.end.reason in ("stop", "length")
-                assert (answer.end.reason == "stop") or len(answer.tokens) == a.params.max_tokens
+            ends = {"stop", "cancelled"} if i in cancelled else {"stop"}
+            assert answer.end.reason in ends or len(answer.tokens) == a.params.max_tokens
+            assert answer.end.reason != "error"
             if answer.tokens:
                 reference = references[answer.versions.pop()]
                 assert worst_difference(reference, a.prompt, answer) < 2 * CLOSE
@@ -338,5 +317,5 @@ def test_anything_at_any_time(engine_of, base, tmp_path, seed) -> None:
     assert sorted(lane.adapter or "" for lane in lanes) == ["", "a", "b"]
     assert not any(lane.sequences for lane in lanes)
     held = sum(r.rows * r.time for x in lanes for r in (x.rows, x.filling))
-    held += sum(e.kv.cost for x in lanes for e in x.pool.prefixes(x))
+    held += sum(e.cost for x in lanes for e in x.pool.prefixes(x))
     assert engine.stats().kv_tokens == held <= engine.stats().kv_budget

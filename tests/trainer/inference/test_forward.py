@@ -45,10 +45,8 @@ def test_windows_are_exact_far_beyond_their_size(
     engine.load_adapter("policy", 1, tmp_path / "v1").result(30)
     shared = [i * 7 % 250 for i in range(60)]
     prompts = [shared[:n] + [n] * (n % 5) for n in (1, 9, 15, 16, 17, 40, 60, 60)]
-    asked = [
-        Asked(engine, prompt, SampleParams(max_tokens=8 + 9 * i, seed=i), "policy")
-        for i, prompt in enumerate(prompts)
-    ]
+    lengths = (SampleParams(max_tokens=8 + 9 * i, seed=i) for i in range(8))
+    asked = [Asked(engine, *of, "policy") for of in zip(prompts, lengths, strict=True)]
     turn = [*asked[0].prompt, *asked[0].one().ids, 3, 4, 5]
     asked.append(Asked(engine, turn, SampleParams(max_tokens=40), "policy"))
     for one in asked:
@@ -64,15 +62,13 @@ def test_rows_one_by_one_are_exact(engine_of, kind: str, past: Past, caplog) -> 
     engine = engine_of(base, prefill_chunk=32)
     assert "row by row, which is slow" in caplog.text
     assert engine._scheduler.forward.past is past
-    prompts = [[*range(n)] for n in (1, 5, 70)]
     asked = [
-        Asked(engine, prompt, SampleParams(max_tokens=20, seed=i, n=2))
-        for i, prompt in enumerate(prompts)
+        Asked(engine, [*range(n)], SampleParams(max_tokens=20, seed=n, n=2)) for n in (1, 5, 70)
     ]
     answers = [answer for one in asked for answer in one.wait()]
     settle(engine)
     before = engine.stats()
-    turn = [*prompts[2], *answers[-1].ids, 3, 4]
+    turn = [*range(70), *answers[-1].ids, 3, 4]
     asked.append(Asked(engine, turn, SampleParams(max_tokens=5)))
     for one in asked:
         for answer in one.wait():

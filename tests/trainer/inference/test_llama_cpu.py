@@ -21,12 +21,17 @@ from agentrl_trainer.inference.llama_cpu import BLOCK, FusedLinear, RmsNorm, can
 
 
 @pytest.mark.parametrize(
-    ("kind", "why_not"),
-    # Gemma is made of the same parts, with another meaning: norms of 1 + weight.
-    [("gpt2", "its decoder has other parts"), ("gemma", "its logits differ by")],
+    ("make", "options", "why_not"),
+    [
+        (lambda: tiny_model("gpt2"), {}, "its decoder has other parts"),
+        # Gemma is made of the same parts, with another meaning: norms of 1 + weight.
+        (lambda: tiny_model("gemma"), {}, "its logits differ by"),
+        (qwen3, {"merge_below": 0}, "it has 0 million parameters"),
+        (lambda: qwen3().to(torch.bfloat16), {}, "its weights are bfloat16"),
+    ],
 )
-def test_other_families_are_not_decoded_by_it(kind: str, why_not: str) -> None:
-    engine = SamplerEngine(as_base(tiny_model(kind)))
+def test_other_models_are_decoded_by_their_own_modules(make, options, why_not: str) -> None:
+    engine = SamplerEngine(as_base(make()), **options)
     assert engine.strategy == "batched"
     assert engine.why_not_lean.startswith(why_not)
 
@@ -42,15 +47,6 @@ def test_it_works_with_a_torch_without_the_private_operations(engine_of, monkeyp
     assert all(p._packed is None for p in engine._scheduler.forward.base_products)
     answer = Asked(engine, list(range(20)), SampleParams(max_tokens=8)).one()
     assert worst_difference(plain, list(range(20)), answer) < 1e-5
-
-
-def test_adapters_that_are_not_merged_need_the_models_own_modules() -> None:
-    large = SamplerEngine(as_base(qwen3()), merge_below=0)
-    assert large.strategy == "batched"
-    assert "million parameters" in (large.why_not_lean or "")
-    half = SamplerEngine(as_base(qwen3().to(torch.bfloat16)))
-    assert half.strategy == "batched"
-    assert half.why_not_lean == "its weights are bfloat16"
 
 
 def test_an_adapter_of_some_layers_comes_and_goes(engine, base, tmp_path: Path) -> None:

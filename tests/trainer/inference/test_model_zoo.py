@@ -10,14 +10,7 @@ import torch
 from model_zoo import PAGE, examined, group, plain, tiny_model
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
-from small_models import (
-    Asked,
-    as_base,
-    byte_tokenizer,
-    make_adapter,
-    running_engine,
-    worst_difference,
-)
+from small_models import Asked, as_base, make_adapter, save_model, worst_difference
 from transformers import PreTrainedModel
 
 from agentrl.export.adapter import export
@@ -26,25 +19,13 @@ from agentrl_trainer.learner.learner import Learner
 from agentrl_trainer.learner.loss_options import AdamParams
 from agentrl_trainer.models.loading import ModelError, load_base
 
-ON_PAGE = (
-    "bamba",  # anew for every token
-    "deepseek_v32",  # sparse attention
-    "gemma2",  # soft caps
-    "gemma3",  # of a multimodal checkpoint, with windows
-    "gpt2",  # layers of another kind
-    "gpt_neo",  # a window that is a buffer
-    "gpt_oss",  # sinks, experts, windows
-    "jamba",  # a state space whose cache takes one token at once
-    "laguna",  # names that PEFT renames
-    "llama4",  # chunks
-    "mistral",
-    "mixtral",
-    "olmoe",
-    "qwen2_moe",  # an expert that every token meets
-    "qwen3_5",  # multimodal, linear attention
-    "qwen3_moe",
-    "zamba",  # layers with weights in common
-)
+# One of each: recomputed rows, sparse attention, soft caps, a multimodal checkpoint with windows,
+# other layers, a window that is a buffer, sinks, a state space, names that PEFT renames, chunks,
+# experts, an expert that every token meets, linear attention, layers with weights in common.
+ON_PAGE = [
+    "bamba", "deepseek_v32", "gemma2", "gemma3", "gpt2", "gpt_neo", "gpt_oss", "jamba", "laguna",
+    "llama4", "mistral", "mixtral", "olmoe", "qwen2_moe", "qwen3_5", "qwen3_moe", "zamba",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ON_PAGE)
@@ -59,13 +40,12 @@ def test_the_page_says_what_is(kind: str) -> None:
 def test_of_a_multimodal_model_the_language_model_learns(targets: Any, tmp_path: Path) -> None:
     """Under names which PEFT finds in the whole checkpoint."""
     whole = tiny_model("gemma3")
-    whole.save_pretrained(tmp_path / "base")
-    byte_tokenizer().save_pretrained(tmp_path / "base")
-    learner = Learner(load_base(str(tmp_path / "base"), device="cpu"), rank=4, targets=targets)
+    base = load_base(save_model(whole, tmp_path / "base"), device="cpu")
+    learner = Learner(base, rank=4, targets=targets)
     towers = {n: p.clone() for n, p in learner.base.model.named_parameters() if "vision" in n}
     learner.step(group(), "cross_entropy", adam=AdamParams(learning_rate=1e-2))
-    assert towers
     after = dict(learner.base.model.named_parameters())
+    assert towers
     assert all(torch.equal(after[name], before) for name, before in towers.items())
 
     learner.save_adapter("default", tmp_path / "v1")
@@ -78,21 +58,19 @@ def test_of_a_multimodal_model_the_language_model_learns(targets: Any, tmp_path:
     assert all(torch.equal(found[name], tensor) for name, tensor in saved.items())
 
 
-def test_names_that_peft_loses_reach_the_sampler(tmp_path: Path) -> None:
+def test_names_that_peft_loses_reach_the_sampler(engine_of, tmp_path: Path) -> None:
     """Unmerged, as large models are: PEFT's own layers, which read the folder themselves."""
-    model = tiny_model("laguna")
-    base = as_base(model)
+    base = as_base(tiny_model("laguna"))
     reference = make_adapter(base, tmp_path / "v1", seed=1)
-    with running_engine(base, merge_below=0) as engine:
-        engine.load_adapter("policy", 1, tmp_path / "v1").result(30)
-        asked = Asked(engine, [1, 2, 3], SampleParams(max_tokens=20, seed=1), "policy")
-        assert worst_difference(reference, asked.prompt, asked.one()) < 1e-5
+    engine = engine_of(base, merge_below=0)
+    engine.load_adapter("policy", 1, tmp_path / "v1").result(30)
+    asked = Asked(engine, [1, 2, 3], SampleParams(max_tokens=20, seed=1), "policy")
+    assert worst_difference(reference, asked.prompt, asked.one()) < 1e-5
 
 
 @pytest.mark.parametrize("kind", ["laguna", "gemma2", "jamba", "mixtral", "olmoe", "qwen2_moe"])
 def test_a_merged_export_is_what_was_trained(kind: str, tmp_path: Path) -> None:
-    reference = trained(kind, tmp_path)
-    merge(tmp_path)
+    reference = merged(kind, tmp_path)
     whole = load_base(str(tmp_path / "out"), device="cpu").model
     with torch.no_grad():
         for datum in group():
@@ -102,23 +80,17 @@ def test_a_merged_export_is_what_was_trained(kind: str, tmp_path: Path) -> None:
 
 def test_what_cannot_be_merged_is_not(tmp_path: Path) -> None:
     """Zamba's blocks share a weight and have each a LoRA; the files could not say it."""
-    trained("zamba", tmp_path)
     with pytest.raises(ModelError, match=r"merged: .* share one weight.*without --merged"):
-        merge(tmp_path)
+        merged("zamba", tmp_path)
     assert not (tmp_path / "out").exists()
 
 
-def trained(kind: str, folder: Path) -> PreTrainedModel:
-    """A base in ``base``, an adapter in ``v1``; returns what they are together."""
-    model = tiny_model(kind)
-    model.save_pretrained(folder / "base")
-    byte_tokenizer().save_pretrained(folder / "base")
-    return make_adapter(load_base(str(folder / "base"), device="cpu"), folder / "v1", seed=1)
-
-
-def merge(folder: Path) -> None:
-    base = str(folder / "base")
+def merged(kind: str, folder: Path) -> PreTrainedModel:
+    """Export base and adapter as one model to ``out``; returns what they are together."""
+    base = save_model(tiny_model(kind), folder / "base")
+    whole = make_adapter(load_base(base, device="cpu"), folder / "v1", seed=1)
     export(str(folder / "v1"), folder / "out", merged=True, model=base, adapter=None)
+    return whole
 
 
 @pytest.mark.parametrize("kind", ["bert", "rembert"])

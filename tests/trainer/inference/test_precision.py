@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_models import Answer, Asked, running_engine, training_row
+from small_models import Asked, running_engine, training_row
 
 from agentrl_trainer.inference import SampleParams
 from agentrl_trainer.learner.learner import Learner
@@ -23,41 +23,33 @@ PROMPT = [5, 60, 700, 41, 1200, 9, 33, 87]
 
 def trained(tmp_path: Path, **how: object) -> Learner:
     """A learner three steps away from the base model; its adapter is in ``tmp_path / "v1"``."""
-    learner = Learner(
-        load_base(MODEL, device="cpu", **how), rank=4, adam=AdamParams(learning_rate=5e-3)
-    )
-    datum = training_row([*PROMPT, 50, 51, 52, 53], start=len(PROMPT))
-    first, *_, last = (learner.step([datum], "cross_entropy").loss for _ in range(3))
+    base = load_base(MODEL, device="cpu", **how)
+    learner = Learner(base, rank=4, adam=AdamParams(learning_rate=5e-3))
+    row = training_row([*PROMPT, 50, 51, 52, 53], start=len(PROMPT))
+    first, *_, last = (learner.step([row], "cross_entropy").loss for _ in range(3))
     assert last < first - 0.1
     assert learner.why_not_shared is None
+    # Weights, both moments and step counts.
+    assert {value.dtype for value in learner.state_dict().values()} == {torch.float32}
     learner.save_adapter("default", tmp_path / "v1")
     return learner
 
 
-def sampled(folder: Path, **how: object) -> Answer:
+def differences(learner: Learner, folder: Path, **how: object) -> torch.Tensor:
+    """[answer] trainer's log-prob minus sampler's, of an answer sampled with the adapter."""
     with running_engine(load_base(MODEL, device="cpu", **how)) as engine:
         engine.load_adapter("policy", 1, folder).result(30)
         answer = Asked(engine, PROMPT, SampleParams(max_tokens=16, seed=3), "policy").one()
     assert len(answer.tokens) == 16
-    return answer
-
-
-def differences(learner: Learner, answer: Answer) -> torch.Tensor:
-    """[answer] trainer's log-prob minus sampler's."""
     (found,) = learner.forward([training_row(PROMPT + answer.ids, start=len(PROMPT))])
     reported = torch.tensor([token.logprob for token in answer.tokens])
     return torch.tensor(found[len(PROMPT) :]) - reported
 
 
-def adapter_dtypes(learner: Learner) -> set[torch.dtype]:
-    return {value.dtype for value in learner.state_dict().values()}
-
-
 def test_a_bfloat16_base_samples_what_it_trains(tmp_path: Path) -> None:
     learner = trained(tmp_path, dtype="bfloat16")
     assert learner.base.model.dtype == torch.bfloat16
-    assert adapter_dtypes(learner) == {torch.float32}  # weights, both moments and step counts
-    apart = differences(learner, sampled(tmp_path / "v1", dtype="bfloat16"))
+    apart = differences(learner, tmp_path / "v1", dtype="bfloat16")
     assert 0 < float(apart.abs().mean()) < 0.03
     assert float((apart.exp() - 1 - apart).mean()) < 2e-3
 
@@ -65,11 +57,10 @@ def test_a_bfloat16_base_samples_what_it_trains(tmp_path: Path) -> None:
 def test_a_base_in_four_bits_samples_what_it_trains(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     learner = trained(tmp_path, load_in_4bit=True)
-    assert adapter_dtypes(learner) == {torch.float32}
-    apart = differences(learner, sampled(tmp_path / "v1", load_in_4bit=True))
+    apart = differences(learner, tmp_path / "v1", load_in_4bit=True)
     assert float(apart.abs().mean()) < 0.03
     # Not the policy of the base in float32: the test would see it if 4 bits were not used.
-    whole = differences(learner, sampled(tmp_path / "v1"))
+    whole = differences(learner, tmp_path / "v1")
     assert float(whole.abs().mean()) > 3 * float(apart.abs().mean())
 
 

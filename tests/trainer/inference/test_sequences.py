@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_models import byte_tokenizer
 
-from agentrl_trainer.inference.sequences import StopStrings, _chunk_size
+from agentrl_trainer.inference.sequences import StopStrings, chunk_size
 from agentrl_trainer.models.prefix_attention import common_prefix
 
 
@@ -46,6 +46,6 @@ def test_common_prefix(a: list[int], b: list[int]) -> None:
 
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=20), st.integers(16, 1024))
 def test_chunk_size_bounds_the_work(left: list[int], most: int) -> None:
-    size = _chunk_size(left, most)
+    size = chunk_size(left, most)
     assert 1 <= size <= max(left)
     assert size * len(left) <= max(most, len(left))

@@ -52,8 +52,6 @@ _SIZES = sa.select(
     sa.func.length(t.calls.c.prompt_ids),
     sa.func.length(t.calls.c.response_ids),
 ).where(_OF_ATTEMPT)
-
-
 # The request's text is compared, not a digest: a further index or column would cost every call,
 # and only client retries after a restart need this.
 _SAME_REQUESTS = (

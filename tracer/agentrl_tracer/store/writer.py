@@ -132,9 +132,8 @@ class TraceWriter:
     def _commit_in_place(self, batch: list[_Item]) -> bool:
         """Commit without waiting for any lock. False: nothing was done, the thread must."""
         began = time.monotonic()
-        if not self._in_place or self._rows > _ROWS_IN_PLACE or began < self._thread_until:
-            return False
-        if not self._committing.acquire(blocking=False):
+        for_thread = self._rows > _ROWS_IN_PLACE or began < self._thread_until
+        if not self._in_place or for_thread or not self._committing.acquire(blocking=False):
             return False
         try:
             opened, proxied = self._take_opened()

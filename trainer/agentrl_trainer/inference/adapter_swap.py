@@ -136,7 +136,8 @@ class MergedWeights(AdapterWeights):
         return PreparedAdapter(folder, merged, products)
 
     def _use(self, prepared: PreparedAdapter | None) -> None:
-        weights, before = (x.weights if x else {} for x in (prepared, self._active))
+        weights = prepared.weights if prepared else {}
+        before = self._active.weights if self._active else {}
         for name in before.keys() | weights.keys():
             self._adapted[name].weight.data = weights.get(name, self._original[name])
         if self._lean is not None:

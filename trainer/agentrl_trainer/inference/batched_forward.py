@@ -5,7 +5,6 @@ Knows transformers' attention and masks, not requests, sampling or adapters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any, cast
 
@@ -49,7 +48,7 @@ class BatchedForward:
     def new_rows(self, pool: KVPool) -> Rows:
         return KVRows(self._shape, pool)
 
-    def __call__(self, rows: Rows, chunks: list[list[int]], starts: Sequence[int]) -> Tensor:
+    def __call__(self, rows: Rows, chunks: list[list[int]], starts: list[int]) -> Tensor:
         """Logits ``[batch, vocab]`` after the last token of each chunk.
 
         Shorter chunks are padded by *repeating their last token at its own position*: it
@@ -63,22 +62,14 @@ class BatchedForward:
         end = max([at[-1] for at in places]) + 1
         rows = cast(KVRows, rows)
         rows.begin(positions, -(-end // TIME_STEP) * TIME_STEP)
-        mask = None if self._by_rule else self._mask(positions, rows.view)
-        return self._logits(rows, token_ids, positions, mask, starts)
+        return self._logits(rows, token_ids, positions, starts)
 
-    def _logits(
-        self,
-        rows: KVRows,
-        ids: Tensor,
-        positions: Tensor,
-        mask: Tensor | None,
-        starts: Sequence[int],
-    ) -> Tensor:
+    def _logits(self, rows: KVRows, ids: Tensor, positions: Tensor, starts: list[int]) -> Tensor:
         token = _positions.set(positions)
         try:
             out = self._model(
                 input_ids=ids,
-                attention_mask=mask,
+                attention_mask=None if self._by_rule else self._mask(positions, rows.view),
                 position_ids=positions,
                 past_key_values=rows,
                 use_cache=True,
@@ -100,17 +91,12 @@ class BatchedForward:
         return windows.view(len(positions), 1, -1, view)
 
 
-def _padded(
-    chunks: list[list[int]], starts: Sequence[int]
-) -> tuple[list[list[int]], list[list[int]]]:
+def _padded(chunks: list[list[int]], starts: list[int]) -> tuple[list[list[int]], list[list[int]]]:
     """Token ids and positions, each ``[batch][longest chunk]``."""
     longest = max(map(len, chunks))
     ids = [[*chunk, *[chunk[-1]] * (longest - len(chunk))] for chunk in chunks]
-    ends = [start + len(chunk) for start, chunk in zip(starts, chunks, strict=True)]
-    places = [
-        [*range(start, end), *[end - 1] * (longest - end + start)]
-        for start, end in zip(starts, ends, strict=True)
-    ]
+    spans = [(at, at + len(chunk)) for at, chunk in zip(starts, chunks, strict=True)]
+    places = [[*range(at, end), *[end - 1] * (longest - end + at)] for at, end in spans]
     return ids, places
 
 

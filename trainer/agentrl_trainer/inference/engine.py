@@ -293,7 +293,8 @@ class SamplerEngine:
         """End what is left, because the thread died (``why``) or was stopped."""
         with self._changed:
             self._stopping = True
-            left = [*self._scheduler.unfinished(), *self._inbox]
+            running = (s for lane in self._scheduler.lanes for s in lane.sequences)
+            left = [*running, *self._scheduler.waiting, *self._inbox]
             self._inbox.clear()
             commands, self._commands = self._commands, []
         for seq in left:

@@ -164,11 +164,10 @@ class Scorer:
             for batch in (packed.to(self._base.device) for packed in batches):
                 scatter(batch, compute(batch), [scored.logprobs for scored in found])
                 if top:
-                    best = (part.tolist() for part in compute.likeliest(batch, top))
-                    where = batch.rows.tolist(), batch.columns.tolist()
-                    for row, column, ids, values in zip(*where, *best, strict=True):
-                        likeliest = found[batch.indices[row]].top
-                        likeliest[column + 1] = list(zip(ids, values, strict=True))
+                    ids, values = (part.tolist() for part in compute.likeliest(batch, top))
+                    places = zip(batch.rows.tolist(), batch.columns.tolist(), strict=True)
+                    for (row, column), *best in zip(places, ids, values, strict=True):
+                        found[batch.indices[row]].top[column + 1] = list(zip(*best, strict=True))
         finally:
             for config, attention in before:
                 config._attn_implementation_internal = attention

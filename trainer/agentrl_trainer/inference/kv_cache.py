@@ -14,7 +14,7 @@ import math
 import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -70,10 +70,8 @@ def default_budget(base: BaseModel, bytes_per_token: int) -> int:
 class Stored(Protocol):
     """What the model computed for a run of tokens."""
 
-    @property
-    def cost(self) -> int:
-        """Tokens that it is charged in the pool."""
-        ...
+    overhead: ClassVar[int] = 0
+    """Tokens that it is charged in the pool besides its own."""
 
     def copied(self) -> Stored: ...
 
@@ -84,10 +82,6 @@ class KV(Stored):
 
     keys: Tensor
     values: Tensor
-
-    @property
-    def cost(self) -> int:
-        return self.keys.shape[2]
 
     def copied(self) -> KV:
         return KV(self.keys.clone(), self.values.clone())
@@ -101,6 +95,14 @@ class Prefix:
     """The adapter version that computed it; no other version may use it."""
     tokens: list[int]
     kv: Stored
+
+    @property
+    def held(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def cost(self) -> int:
+        return self.held + self.kv.overhead
 
 
 class KVPool:
@@ -144,9 +146,10 @@ class KVPool:
                 self._drop(entry)
         while len(self._entries) >= MOST_PREFIXES:
             self._drop(next(iter(self._entries)))
-        if self.fits(kv.cost):
-            self._entries[Prefix(owner, tokens, kv)] = None
-            self.used += kv.cost
+        entry = Prefix(owner, tokens, kv)
+        if self.fits(entry.cost):
+            self._entries[entry] = None
+            self.used += entry.cost
 
     def touch(self, entry: Prefix) -> None:
         """Mark an entry as the most recently used one."""
@@ -158,7 +161,7 @@ class KVPool:
 
     def _drop(self, entry: Prefix) -> None:
         del self._entries[entry]
-        self.used -= entry.kv.cost
+        self.used -= entry.cost
 
 
 class Rows(ABC):

@@ -135,7 +135,12 @@ class LlamaCpuForward(BatchedForward):
             attention, mlp = layer.self_attn, layer.mlp
             around = (layer.input_layernorm, layer.post_attention_layernorm)
             before_attention, before_mlp = (RmsNorm(n.weight.data, self._eps) for n in around)
-            self._norms.append((before_attention, self._head_norm(attention), before_mlp))
+            of_heads = None
+            if hasattr(attention, "q_norm"):  # of queries and keys together, weights [H + G, D]
+                own = (attention.q_norm, self._queries), (attention.k_norm, self._keys)
+                weights = [norm.weight.data.expand(count, self._dim) for norm, count in own]
+                of_heads = RmsNorm(torch.cat(weights), self._eps)
+            self._norms.append((before_attention, of_heads, before_mlp))
             groups += [
                 [attention.q_proj, attention.k_proj, attention.v_proj],
                 [attention.o_proj],
@@ -174,24 +179,9 @@ class LlamaCpuForward(BatchedForward):
             linear.weight.data = part
         return product
 
-    def _head_norm(self, attention: Any) -> RmsNorm | None:
-        """Of queries and keys together, weights ``[H + G, D]``."""
-        if not hasattr(attention, "q_norm"):
-            return None
-        queries = attention.q_norm.weight.data.expand(self._queries, self._dim)
-        keys = attention.k_norm.weight.data.expand(self._keys, self._dim)
-        return RmsNorm(torch.cat([queries, keys]), self._eps)
-
-    def _logits(
-        self,
-        rows: KVRows,
-        ids: Tensor,
-        positions: Tensor,
-        mask: Tensor | None,
-        starts: Sequence[int],
-    ) -> Tensor:
-        assert mask is not None
+    def _logits(self, rows: KVRows, ids: Tensor, positions: Tensor, starts: list[int]) -> Tensor:
         batch, new = ids.shape
+        mask = self._mask(positions, rows.view)
         blocks = split_blocks(starts, rows.view) if new == 1 else []
         cos, sin = self._rotation(positions.flatten(), rows.view)
         hidden = F.embedding(ids.flatten(), self._embedding)

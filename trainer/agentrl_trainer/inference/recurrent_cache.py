@@ -9,7 +9,6 @@ siblings of one prompt, and for a conversation's next turn.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -42,13 +41,10 @@ class Past(Enum):
 class RowState(Stored):
     """What a model remembers of ``tokens``."""
 
+    overhead = _FIXED_COST
     tokens: list[int] = field(default_factory=list[int])
     name: str = ""
     cache: Any = None
-
-    @property
-    def cost(self) -> int:
-        return len(self.tokens) + _FIXED_COST
 
     def copied(self) -> RowState:
         return RowState(list(self.tokens), self.name, copy.deepcopy(self.cache))
@@ -107,9 +103,9 @@ class RowByRowForward:
     def new_rows(self, pool: KVPool) -> Rows:
         return StateRows(pool)
 
-    def __call__(self, rows: Rows, chunks: list[list[int]], starts: Sequence[int]) -> torch.Tensor:
+    def __call__(self, rows: Rows, chunks: list[list[int]], starts: list[int]) -> torch.Tensor:
         states = cast(StateRows, rows).states
-        assert [len(state.tokens) for state in states[: len(chunks)]] == [*starts]
+        assert [len(state.tokens) for state in states[: len(chunks)]] == starts
         pairs = zip(states, chunks, strict=False)
         return torch.stack([self._advance(state, chunk) for state, chunk in pairs])
 

@@ -90,8 +90,6 @@ class Finished:
     error: str | None = None
     stop: str | None = None
     """The stop string that ended the answer, if one did."""
-    reused_tokens: int = 0
-    """Prompt tokens whose keys and values came from the prefix cache."""
     log_mass: float | None = None
     """With a grammar: sum over the answer's tokens of the log of the raw probability that the mask
     left. At temperature 1 without filters and bias, the answer was sampled with log-probability

@@ -38,15 +38,8 @@ class Steering:
     biases: list[tuple[torch.Tensor, torch.Tensor] | None]
     """Token ids and the numbers added to their logits."""
     allowed: torch.Tensor | None
-    """``[rows, vocab]`` masks with at least one token each; None: everything is allowed."""
-
-    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the logits that the steered rows are sampled from, given their raw ones."""
-        out = logits.clone()
-        for row, bias in enumerate(self.biases):
-            if bias is not None:
-                out[row, bias[0]] += bias[1]
-        return out if self.allowed is None else out.masked_fill_(~self.allowed, float("-inf"))
+    """``[rows, vocab]`` masks; None: everything is allowed. Of a row that may pick no token, the
+    picked one means nothing."""
 
 
 @dataclass(slots=True)
@@ -88,14 +81,18 @@ def pick(
     if steering is not None:  # sample these rows again; the others are not even copied
         rows = torch.tensor(steering.rows, device=logits.device)
         raw = logits[rows]
-        steered = steering(raw)
-        weights = torch.softmax(steered, dim=-1)
-        ids[rows] = _sampled(steered, weights, [params[i] for i in steering.rows], u[rows])
+        steered = raw.clone()
+        for row, bias in enumerate(steering.biases):
+            if bias is not None:
+                steered[row, bias[0]] += bias[1]
         if (allowed := steering.allowed) is not None:
+            steered.masked_fill_(~allowed, float("-inf"))
             left = (raw - most[rows]) + log_of_most[rows]
             left = left.masked_fill_(~allowed, float("-inf")).logsumexp(dim=-1)
             # Rounding may leave slightly more than everything.
             log_masses = dict(zip(steering.rows, left.clamp_(max=0.0).tolist(), strict=True))
+        weights = torch.softmax(steered, dim=-1)
+        ids[rows] = _sampled(steered, weights, [params[i] for i in steering.rows], u[rows])
     chosen = ((logits.gather(1, ids[:, None]) - most) + log_of_most)[:, 0]
     tops: list[list[tuple[int, float]]] = [[] for _ in params]
     if deepest := max(p.top_logprobs for p in params):

@@ -32,7 +32,7 @@ from agentrl_trainer.inference.requests import (
     Token,
 )
 from agentrl_trainer.inference.sampling import Steering, pick
-from agentrl_trainer.inference.sequences import Lane, Sequence
+from agentrl_trainer.inference.sequences import Lane, Sequence, chunk_size
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Scheduler:
     _admissions: Iterator[int] = field(default_factory=itertools.count, init=False)
 
     def __post_init__(self) -> None:
-        base = Lane(None, None, None, self.forward, self.pool)
+        base = Lane(None, None, None, self.pool, self.forward)
         self.current, self.lanes = {None: base}, [base]
 
     @property
@@ -66,17 +66,13 @@ class Scheduler:
     def busy(self) -> bool:
         return bool(self.waiting) or self.running > 0
 
-    def unfinished(self) -> list[Sequence]:
-        computing = (s for lane in self.lanes for s in lane.sequences)
-        return [s for s in (*self.waiting, *computing) if not s.done]
-
     # -- adapter versions: a running sequence keeps the one that it started with -----------------
 
     def swap(self, name: str, version: int, prepared: PreparedAdapter) -> None:
         """Make a version the current one; the old one finishes what it has."""
         self.weights.install(prepared)
         superseded = self.current.get(name)
-        self.current[name] = lane = Lane(name, version, prepared, self.forward, self.pool)
+        self.current[name] = lane = Lane(name, version, prepared, self.pool, self.forward)
         self.lanes.append(lane)
         self._supersede(superseded)
         self.count.swaps += 1
@@ -181,7 +177,6 @@ class Scheduler:
                     self.waiting.appendleft(seq)
                     break
             self.count.reused_tokens += reused
-            seq.reused = seq.reused or reused
             if seq.lane is None:
                 seq.lane = lane
                 seq.admitted = next(self._admissions)
@@ -189,35 +184,46 @@ class Scheduler:
         self.waiting.extendleft(reversed(passed))
 
     def _prefill(self, lane: Lane) -> None:
+        """Compute up to ``prefill_chunk`` tokens of the lane's jobs, padding included."""
         self.weights.activate(lane.weights)
-        computed, complete = lane.prefill(self.prefill_chunk)
+        jobs = lane.jobs[: self.prefill_chunk]
+        size = chunk_size([len(j.tokens) - j.held for j in jobs], self.prefill_chunk)
+        chunks = [j.tokens[j.held : j.held + size] for j in jobs]
+        logits = self.forward(lane.filling, chunks, [j.held for j in jobs])
+        for job, chunk in zip(jobs, chunks, strict=True):
+            job.held += len(chunk)
+            self.count.prefill_tokens += len(chunk)
         self.count.prefill_steps += 1
-        self.count.prefill_tokens += computed
+        complete = [(row, job) for row, job in enumerate(jobs) if job.held == len(job.tokens)]
         if not complete:
             return
-        sequences = [s for job, _ in complete for s in job.sequences]
-        logits = torch.stack([row for job, row in complete for _ in job.sequences])
-        self._sample(sequences, logits)
-        for job, _ in complete:
+        sequences = [s for _, job in complete for s in job.sequences]
+        rows = [row for row, job in complete for _ in job.sequences]
+        self._sample(sequences, logits[rows])
+        for _, job in complete:
             # Nothing else may hold keys and values that could be given up: then exceed the pool.
             alone = self.running <= len(job.sequences)
             self._requeue(lane.finish_prefill(job, force=alone))
 
     def _decode(self, lane: Lane) -> None:
-        while not lane.make_room(force=self.running <= 1):
+        while lane.decoding:
+            longest = max(len(s.tokens) for s in lane.decoding)
+            if lane.rows.reserve(len(lane.decoding), longest, force=self.running <= 1):
+                break
             # The youngest returns to the queue; its tokens stay, its keys are computed again.
             seq = max(lane.decoding, key=lambda s: s.admitted)
             lane.leave(seq, keep=False)
             self._requeue([seq])
-            if not lane.decoding:
-                return
+        else:
+            return
         self.weights.activate(lane.weights)
-        logits = lane.decode()
-        self.count.decode_steps += 1
         sequences = list(lane.decoding)
+        starts = [len(s.tokens) - 1 for s in sequences]
+        logits = self.forward(lane.rows, [s.tokens[-1:] for s in sequences], starts)
+        self.count.decode_steps += 1
         self._sample(sequences, logits)
         for seq in sequences:
-            if seq.done:
+            if seq.ended is not None:
                 lane.leave(seq)
 
     def _requeue(self, sequences: list[Sequence]) -> None:
@@ -227,9 +233,9 @@ class Scheduler:
     # -- tokens ---------------------------------------------------------------------------------
 
     def _sample(self, sequences: list[Sequence], logits: torch.Tensor) -> None:
-        """Append the next token to each sequence; sequences that end are ``done`` afterwards."""
+        """Append the next token to each sequence; those that end have ``ended`` set."""
         params = [s.request.params for s in sequences]
-        steering, stuck = self._steering(sequences, logits.device)
+        steering = self._steering(sequences, logits.device)
         picked = pick(logits, params, [s.uniforms for s in sequences], steering)
         self.count.generated_tokens += len(sequences)
         for row, (seq, token, logprob, top) in enumerate(
@@ -242,7 +248,7 @@ class Scheduler:
                 self.finish(seq, "error", why)
                 continue
             if seq.grammar is not None:
-                if row in stuck or not seq.grammar.push(token):
+                if not seq.grammar.push(token):
                     self.finish(seq, "error", f"the grammar failed: {seq.grammar.error}")
                     continue
                 seq.grammar.log_mass += picked.log_masses[row]
@@ -255,31 +261,20 @@ class Scheduler:
             elif len(seq.tokens) >= seq.limit:
                 self.finish(seq, "length")
 
-    def _steering(
-        self, sequences: list[Sequence], device: torch.device
-    ) -> tuple[Steering | None, set[int]]:
-        """Return biases and masks, if any, and the rows whose grammar allows no token."""
+    def _steering(self, sequences: list[Sequence], device: torch.device) -> Steering | None:
         rows = [i for i, s in enumerate(sequences) if s.grammar or s.bias is not None]
-        if not rows:
-            return None, set()
-        biases = [sequences[i].bias for i in rows]
         grammars = [sequences[i].grammar for i in rows]
-        if not any(grammars):
-            return Steering(rows, biases, None), set()
-        allowed = self.grammars.allowed(grammars)
-        stuck = (~allowed.any(dim=1)).nonzero()[:, 0]
-        allowed[stuck] = True  # _sample fails it; until then its row must be one to sample from
-        return Steering(rows, biases, allowed.to(device)), {rows[i] for i in stuck.tolist()}
+        allowed = self.grammars.allowed(grammars).to(device) if any(grammars) else None
+        return Steering(rows, [sequences[i].bias for i in rows], allowed) if rows else None
 
     def finish(
         self, seq: Sequence, reason: FinishReason, error: str | None = None, stop: str | None = None
     ) -> None:
-        if seq.done:
+        if seq.ended is not None:
             return
-        seq.done = True
-        seq.failed = reason == "error"
+        seq.ended = reason
         mass = None if seq.grammar is None else seq.grammar.log_mass
-        self._deliver(seq, Finished(seq.index, reason, error, stop, seq.reused, mass))
+        self._deliver(seq, Finished(seq.index, reason, error, stop, mass))
 
     def _deliver(self, seq: Sequence, event: Event) -> None:
         try:

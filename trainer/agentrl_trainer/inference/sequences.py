@@ -1,6 +1,6 @@
 """The sequences of one adapter version: prefilling, decoding, their keys and values, stop strings.
 
-Knows tokens, rows and forwards, not threads, queues or callbacks.
+Knows tokens and rows, not forwards, threads, queues or callbacks.
 
 Each adapter version has a lane of its own, so a step is one forward per lane, no sequence ever
 changes version, and a superseded version disappears with its lane.
@@ -9,7 +9,7 @@ changes version, and a superseded version disappears with its lane.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 import torch
 from tokenizers import Tokenizer
@@ -21,7 +21,7 @@ from agentrl_trainer.inference.forward import Forward
 from agentrl_trainer.inference.grammar import GrammarState
 from agentrl_trainer.inference.kv_cache import MIN_PREFIX, KVPool, Prefix, Rows, Stored
 from agentrl_trainer.inference.llama_cpu import BLOCK
-from agentrl_trainer.inference.requests import SampleRequest
+from agentrl_trainer.inference.requests import FinishReason, SampleRequest
 from agentrl_trainer.models.prefix_attention import common_prefix
 
 _OVERHEAD_TOKENS = 256
@@ -49,11 +49,9 @@ class Sequence:
     """Set when first admitted, and kept: a sequence has one adapter version."""
     admitted: int = 0
     """Serial number of its *first* admission; preemption does not make it younger."""
-    reused: int = 0
     cancelled: bool = False
-    done: bool = False
-    failed: bool = False
-    """Its keys and values may be wrong, even NaN, and must not be reused."""
+    ended: FinishReason | None = None
+    """After an error its keys and values may be wrong, even NaN, and must not be reused."""
 
     @property
     def held(self) -> int:
@@ -100,6 +98,10 @@ class Prefill:
     held: int
     """How many leading tokens have their keys and values in the row."""
 
+    @property
+    def failed(self) -> bool:
+        return any(seq.ended == "error" for seq in self.sequences)
+
 
 @dataclass(slots=True, eq=False)
 class Lane:
@@ -108,8 +110,8 @@ class Lane:
     adapter: str | None
     version: int | None
     weights: PreparedAdapter | None
-    forward: Forward
     pool: KVPool
+    forward: InitVar[Forward]
     current: bool = True
     """False once a newer version took its place: it only finishes what it has."""
     filling: Rows = field(init=False)
@@ -123,8 +125,8 @@ class Lane:
     order, and attention over a block of short rows need not look as far as the longest row.
     """
 
-    def __post_init__(self) -> None:
-        self.filling, self.rows = (self.forward.new_rows(self.pool) for _ in range(2))
+    def __post_init__(self, forward: Forward) -> None:
+        self.filling, self.rows = forward.new_rows(self.pool), forward.new_rows(self.pool)
         self.jobs, self.decoding = self.filling.owners, self.rows.owners
 
     @property
@@ -140,22 +142,17 @@ class Lane:
     def find_source(self, tokens: list[int]) -> tuple[int, Stored | None]:
         """Find the longest stored prefix of ``tokens``, short of its last (which needs logits)."""
         length, source = 0, None
-        held: list[tuple[list[int], int, Prefix | Rows, int]] = [
-            *((e.tokens, len(e.tokens), e, 0) for e in self.pool.prefixes(self)),
-            *((s.tokens, s.held, self.rows, i) for i, s in enumerate(self.decoding)),
-            *((j.tokens, j.held, self.filling, i) for i, j in enumerate(self.jobs)),
-        ]
-        for have, computed, place, row in held:
-            size = min(_beats(have, tokens, length), computed, len(tokens) - 1)
-            if size > length and (self.rows.parts or size == computed):
-                length, source = size, (place, row)
+        for other in (*self.pool.prefixes(self), *self.decoding, *self.jobs):
+            size = min(_beats(other.tokens, tokens, length), other.held, len(tokens) - 1)
+            if size > length and (self.rows.parts or size == other.held):
+                length, source = size, other
         if source is None or length < MIN_PREFIX:
             return 0, None
-        place, row = source
-        if isinstance(place, Rows):
-            return length, place.peek(row, length)
-        self.pool.touch(place)
-        return length, place.kv
+        if isinstance(source, Prefix):
+            self.pool.touch(source)
+            return length, source.kv
+        rows = self.rows if isinstance(source, Sequence) else self.filling
+        return length, rows.peek(rows.owners.index(source), length)
 
     def worth_waiting(self, tokens: list[int], have: int) -> bool:
         """Whether a running prefill will soon offer a much longer prefix than ``have``."""
@@ -182,29 +179,12 @@ class Lane:
             self.filling.load(row, source, computed)
         return True
 
-    # -- computing ------------------------------------------------------------------------------
-
-    def prefill(self, most_tokens: int) -> tuple[int, list[tuple[Prefill, torch.Tensor]]]:
-        """Compute up to ``most_tokens`` (padding included) of the jobs.
-
-        Returns the number of tokens computed, and the complete jobs with their logits ``[vocab]``;
-        they keep their rows until ``finish_prefill``.
-        """
-        jobs = self.jobs[:most_tokens]
-        size = _chunk_size([len(j.tokens) - j.held for j in jobs], most_tokens)
-        chunks = [j.tokens[j.held : j.held + size] for j in jobs]
-        logits = self.forward(self.filling, chunks, [j.held for j in jobs])
-        for job, chunk in zip(jobs, chunks, strict=True):
-            job.held += len(chunk)
-        complete = [(j, logits[i]) for i, j in enumerate(jobs) if j.held == len(j.tokens)]
-        return sum(map(len, chunks)), complete
-
     def finish_prefill(self, job: Prefill, *, force: bool) -> list[Sequence]:
         """Move the living sequences of a complete job to the decoding ones.
 
         They have their next token already. Returns those that the pool has no room for.
         """
-        living = [s for s in job.sequences if not s.done]
+        living = [s for s in job.sequences if s.ended is None]
         row, length = self.jobs.index(job), len(job.tokens)
         refused: list[Sequence] = []
         for seq in living:
@@ -213,27 +193,17 @@ class Lane:
                 self._join(seq, self.filling.peek(row, length))
             else:
                 refused.append(seq)
-        if (refused or not living) and self.current and not any(s.failed for s in job.sequences):
+        if (refused or not living) and self.current and not job.failed:
             self.pool.keep(self, job.tokens, self.filling.peek(row, length))
         self.drop_job(job)
         return refused
-
-    def make_room(self, *, force: bool) -> bool:
-        """Reserve room for one more token in every decoding row."""
-        longest = max(len(s.tokens) for s in self.decoding)
-        return self.rows.reserve(len(self.decoding), longest, force=force)
-
-    def decode(self) -> torch.Tensor:
-        """Logits ``[decoding, vocab]`` after each sequence's last token; make_room() first."""
-        chunks = [s.tokens[-1:] for s in self.decoding]
-        return self.forward(self.rows, chunks, [len(s.tokens) - 1 for s in self.decoding])
 
     # -- leaving --------------------------------------------------------------------------------
 
     def leave(self, seq: Sequence, *, keep: bool = True) -> None:
         """Remove a decoding sequence; ``keep`` its prefix for later prompts."""
         row = self.decoding.index(seq)
-        if seq.failed:
+        if seq.ended == "error":
             self.rows.scrub(row)
         elif keep and self.current:
             self.pool.keep(self, seq.tokens[:-1], self.rows.peek(row, seq.held))
@@ -262,7 +232,7 @@ class Lane:
 
     def drop_job(self, job: Prefill) -> None:
         row = self.jobs.index(job)
-        if any(seq.failed for seq in job.sequences):
+        if job.failed:
             self.filling.scrub(row)
         self.filling.remove(row)
 
@@ -278,8 +248,8 @@ def _beats(have: list[int], want: list[int], best: int) -> int:
     return common_prefix(have, want)
 
 
-def _chunk_size(left: list[int], most_tokens: int) -> int:
-    """Tokens per row for the next prefill forward: the most useful work per padded work."""
+def chunk_size(left: list[int], most_tokens: int) -> int:
+    """Choose tokens per row of the next prefill forward: the most useful work per padded work."""
     cap = max(1, most_tokens // len(left))
     sizes = {min(n, cap) for n in left}
     return max(

@@ -260,9 +260,9 @@ class Learner(AdapterOptimizers):
         sums: Sums = {}
         loss_sum = 0.0
         batches = self._pack(rows)
-        for batch in batches:
-            batch = batch.to(self.base.device)
-            with torch.set_grad_enabled(backward):
+        with torch.set_grad_enabled(backward):
+            for batch in batches:
+                batch = batch.to(self.base.device)
                 logprobs, hidden = self._forward_batch(batch)
                 more = {"sequences": batch.rows, **_columns(rows, batch, LOSS_EXTRA)}
                 given = (logprobs, batch.logprobs, batch.advantages, config)
@@ -273,12 +273,12 @@ class Learner(AdapterOptimizers):
                         predicted = self.value_heads[batch.adapter](hidden)
                         more, more_sums = value_loss(predicted, params=self.value, **learn)
                         value, part = value + more, part | more_sums
-            if logprobs_into is not None:
-                scatter(batch, logprobs.detach(), logprobs_into)
-            sums = add_sums(sums, part)
-            loss_sum += value.item()
-            if backward and not self._backward(value, batch.adapter, scale):
-                break
+                if logprobs_into is not None:
+                    scatter(batch, logprobs.detach(), logprobs_into)
+                sums = add_sums(sums, part)
+                loss_sum += value.item()
+                if backward and not self._backward(value, batch.adapter, scale):
+                    break
         refused = backward and bool(self.non_finite)
         counts = count_tokens(rows, batches)
         return step_stats(loss_sum * scale, sums, counts, started, non_finite=refused)
@@ -302,10 +302,10 @@ class Learner(AdapterOptimizers):
         second forward pass. The loss is taken as it is, without a division.
         """
         started = time.perf_counter()
-        batches = [batch.to(self.base.device) for batch in self._pack(rows)]
+        batches = self._pack(rows)
         kept: Tensor | None = None
         if len(batches) == 1:
-            kept, _ = self._forward_batch(batches[0])
+            kept, _ = self._forward_batch(batches[0].to(self.base.device))
             found = [[0.0] * len(row.tokens) for row in rows]
             scatter(batches[0], kept.detach(), found)
         else:
@@ -318,6 +318,7 @@ class Learner(AdapterOptimizers):
         slopes = {index: grad.tolist() for index, grad in enumerate(grads)}
         sums: Sums = {}
         for batch in batches:
+            batch = batch.to(self.base.device)
             computed = self._forward_batch(batch)[0] if kept is None else kept
             sums = add_sums(sums, token_sums(computed, computed - batch.logprobs))
             if not self._backward((computed * _gather(batch, slopes)).sum(), batch.adapter):

@@ -29,7 +29,7 @@ from contextvars import ContextVar
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, NoReturn, TextIO
 
 from opentelemetry import trace
@@ -100,7 +100,8 @@ def _hear_worker(worker_fd: int, take: Callable[[dict[str, Any]], object]) -> No
 
 def _run_in_turn(config: RunnerConfig, worker_fd: int, known_modules: int | None) -> NoReturn:
     """Run an attempt per message; the worker kills the process if there is no more."""
-    signal.signal(signal.SIGTERM, _terminate)
+    why = "terminated: its time was up, or its runner was stopped"
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(why))
     messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     _hear_worker(worker_fd, messages.put)
     while True:
@@ -114,10 +115,6 @@ def _run_in_turn(config: RunnerConfig, worker_fd: int, known_modules: int | None
             ending, known_modules = replace(ending, modules=modules), len(sys.modules)
         _flush_output()
         send(worker_fd, {"attempt": claim.attempt_id, **asdict(ending)})
-
-
-def _terminate(_signal: int, _frame: FrameType | None) -> NoReturn:
-    raise SystemExit("terminated: its time was up, or its runner was stopped")
 
 
 def _redirect_output(log: str) -> None:

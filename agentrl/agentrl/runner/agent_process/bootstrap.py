@@ -10,11 +10,12 @@ import importlib.util
 import json
 import os
 import sys
+from typing import Any
 
 if __name__ == "__main__":
     our_folders, worker_fd = json.loads(sys.argv[1])
     for name, folder in our_folders.items():
-        spec = importlib.machinery.PathFinder.find_spec(name, [folder])
+        spec: Any = importlib.machinery.PathFinder.find_spec(name, [folder])
         sys.modules[name] = package = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(package)
     from agentrl.runner.agent_process.attempts import run_attempts

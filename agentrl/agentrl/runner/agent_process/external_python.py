@@ -51,13 +51,9 @@ def check_python(path: str) -> str:
         )
     found = os.path.abspath(found)
     try:
+        command, env = [found, "-c", _CHECK], _other_environment()
         done = subprocess.run(
-            [found, "-c", _CHECK],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=True,
-            env=_other_environment(),
+            command, capture_output=True, text=True, timeout=60, check=True, env=env
         )
     except (OSError, subprocess.SubprocessError):
         raise ValueError(f"python: {path!r} does not run Python code") from None
