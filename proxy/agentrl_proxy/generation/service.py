@@ -52,8 +52,6 @@ class ChatService:
     def __post_init__(self) -> None:
         self._constraints = Constraints(self.deps.renderer)
 
-    # --- accept
-
     async def accept(self, request: ChatRequest, client: ClientRequest) -> SampledCall:
         deps, sampler, stats, memory = self.deps, self.deps.sampler, self.stats, client.memory
         adapter = self.resolve_model(request.raw["model"], client.agent)
@@ -140,12 +138,8 @@ class ChatService:
             self.deps.renderer, conversations, request.messages, request.tools, adapter
         )
 
-    # --- generate
-
     async def generate(self, call: SampledCall, write: Write | None) -> dict[str, Any]:
         return await generate_response(self.deps, call, write)
-
-    # --- record and answer
 
     async def record(
         self, call: SampledCall, state: CallState, response: dict[str, Any] | None = None

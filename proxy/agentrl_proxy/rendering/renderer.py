@@ -53,7 +53,7 @@ class Renderer:
         special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         if end_ids and end_ids[0] in special:
             self._stop_ids |= {end_ids[0]}
-        self._text_of = cache(lambda token_id: self._decoded([token_id]))
+        self._text_of = cache(self._decoded_one)
         self.token_bytes = cache(self._bytes_of)
         """The bytes of a token, which may be part of a character, by its id."""
         self.hidden = self._hidden_ids(special, template)
@@ -135,6 +135,9 @@ class Renderer:
     def decode_raw(self, ids: Sequence[int]) -> str:
         # Half of what a stream decodes is its last token.
         return self._text_of(ids[0]) if len(ids) == 1 else self._decoded(ids)
+
+    def _decoded_one(self, token_id: int) -> str:
+        return self._decoded([token_id])
 
     def _decoded(self, ids: Sequence[int]) -> str:
         return self.tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)

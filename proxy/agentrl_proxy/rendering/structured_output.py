@@ -95,7 +95,8 @@ class Constraints:
         format = request.response_format
         if format is not None and request.tool_choice == "auto":
             kind, param = format["type"], "response_format"
-            asked = {"schema": {"type": "object"}} | format.get(kind, {})
+            asked: dict[str, Any] = {"schema": {"type": "object"}}
+            asked |= format["json_schema"] if kind == "json_schema" else {}
             options = {"whitespace_pattern": _WHITESPACE, "lenient": not asked.get("strict")}
             where = "response_format.json_schema.schema"
             rules.append(f"answer: {_json(asked['schema'], options, param, where, missed)}")

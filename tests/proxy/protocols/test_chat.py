@@ -40,19 +40,16 @@ def test_without_tools_a_call_is_text(gateway: Running) -> None:
     gateway.sampler.script = lambda *_: CALL
     with client(gateway) as api:
         answer = api.chat.completions.create(model="policy", messages=USER)
-        none = api.chat.completions.create(
-            model="policy", messages=USER, tools=TOOLS, tool_choice="none"
-        )
+        asked: Any = {"model": "policy", "messages": USER, "tools": TOOLS, "tool_choice": "none"}
+        none = api.chat.completions.create(**asked)
     assert answer.choices[0].message.content == none.choices[0].message.content == CALL
 
 
 def test_streamed_calls_have_indices_and_ids(gateway: Running) -> None:
     gateway.sampler.script = lambda *_: f"Let me look.\n{CALL}\n{CALL}"
     with client(gateway) as api:
-        stream = api.chat.completions.create(
-            model="policy", messages=USER, tools=TOOLS, stream=True
-        )
-        _, calls, finish, _ = streamed(stream)
+        made = api.chat.completions.create(model="policy", messages=USER, tools=TOOLS, stream=True)
+        _, calls, finish, _ = streamed(made)
     assert [call.index for call in calls] == [0, 1]
     assert len({call.id for call in calls}) == 2
     assert finish == "tool_calls"

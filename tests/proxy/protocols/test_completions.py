@@ -63,13 +63,11 @@ def test_several_prompts_are_several_calls(gateway: Running) -> None:
 @pytest.mark.parametrize("prompt", ["Hello", ["Hello", "grüße 日本"]])
 def test_stream_says_what_the_whole_answer_says(gateway: Running, prompt: Any, more: Any) -> None:
     asked: dict[str, Any] = {"model": "policy", "prompt": prompt, "seed": 5, "n": 2} | more
+    asked |= {"max_tokens": 60}
+    streaming: Any = {"stream": True, "stream_options": {"include_usage": True}}
     with client(gateway) as api:
-        whole = api.completions.create(**asked, max_tokens=60)
-        chunks = list(
-            api.completions.create(
-                **asked, max_tokens=60, stream=True, stream_options={"include_usage": True}
-            )
-        )
+        whole = api.completions.create(**asked)
+        chunks = list(api.completions.create(**asked, **streaming))
     assert {chunk.id for chunk in chunks} != {whole.id}
     assert len({chunk.id for chunk in chunks}) == 1
     assert chunks[-1].usage == whole.usage
@@ -78,9 +76,8 @@ def test_stream_says_what_the_whole_answer_says(gateway: Running, prompt: Any, m
     for choice in whole.choices:
         parts = [c for chunk in chunks for c in chunk.choices if c.index == choice.index]
         assert "".join(part.text for part in parts) == choice.text
-        assert [part.finish_reason for part in parts if part.finish_reason] == [
-            choice.finish_reason
-        ]
+        ends = [part.finish_reason for part in parts if part.finish_reason]
+        assert ends == [choice.finish_reason]
         if choice.logprobs is not None:
             for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
                 streamed = [
@@ -185,13 +182,10 @@ def test_the_prompt_is_scored(gateway: Running, limit: int, stops: bool) -> None
 
 
 def test_an_echo_alone_needs_no_scores(gateway: Running) -> None:
+    asked: Any = {"model": "policy", "prompt": "One", "echo": True, "max_tokens": 0}
     with client(gateway) as api:
-        answer = api.completions.create(model="policy", prompt="One", echo=True, max_tokens=0)
-        chunks = list(
-            api.completions.create(
-                model="policy", prompt="One", echo=True, max_tokens=0, stream=True
-            )
-        )
+        answer = api.completions.create(**asked)
+        chunks = list(api.completions.create(**asked, stream=True))
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("One", "length")
     assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == "One"
     assert gateway.sampler.requests == []

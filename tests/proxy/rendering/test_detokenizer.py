@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from agentrl_proxy.errors import ApiError
 from agentrl_proxy.rendering.detokenizer import Detokenizer, whole_text
 from agentrl_proxy.rendering.renderer import Renderer
+from agentrl_proxy.rendering.reply import ParsedReply
 
 TEXTS = [
     "plain",
@@ -28,24 +30,20 @@ TEXTS = [
 def test_in_pieces_or_whole_a_reply_reads_the_same(
     renderer: Renderer, text: str, tools: bool
 ) -> None:
-    parser = renderer.parser(tools=tools)
-    parser.feed(text)
-    whole = parser.finish()
+    whole = renderer.parser(tools=tools).finish(text)
     for seed in range(10):
         chosen = random.Random(seed)
         pieces = renderer.parser(tools=tools)
-        content, reasoning, rest = "", "", text
+        shown, rest = list[ParsedReply](), text
         while rest:
             cut = chosen.randint(1, 6)
-            shown = pieces.feed(rest[:cut])
+            shown.append(pieces.feed(rest[:cut]))
             rest = rest[cut:]
-            content += shown.content
-            reasoning += shown.reasoning
         end = pieces.finish()
-        remainder = pieces.remainder(end)
+        shown.append(pieces.remainder(end))
         assert end == whole
-        assert content + remainder.content == whole.content
-        assert reasoning + remainder.reasoning == whole.reasoning
+        assert "".join(one.content for one in shown) == whole.content
+        assert "".join(one.reasoning for one in shown) == whole.reasoning
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -55,8 +53,7 @@ def test_random_tokens_stream_as_they_decode(renderer: Renderer, seed: int) -> N
     vocabulary = len(renderer.tokenizer)
     ids = [chosen.randrange(3, vocabulary if seed % 2 else 260) for _ in range(200)]
     text = whole_text(renderer.decode_raw, ids, ())
-    stops = [(), (text[50:53],), (text[100:101], text[40:47])]
-    for stop in stops:
+    for stop in ((), (text[50:53],), (text[100:101], text[40:47])):
         stop = tuple(s for s in stop if s)
         tokens = Detokenizer(renderer.decode_raw, stop)
         streamed = "".join([tokens.push(i) for i in ids]) + tokens.finish()
@@ -94,8 +91,6 @@ def test_parse(renderer: Renderer) -> None:
 
 
 def test_a_prefilled_think_is_reasoning(tokenizer: Any) -> None:
-    import copy
-
     thinking = copy.deepcopy(tokenizer)
     thinking.chat_template = thinking.chat_template.replace(
         "'<|im_start|>assistant\\n' -}}{%- endif -%}",
@@ -108,8 +103,6 @@ def test_a_prefilled_think_is_reasoning(tokenizer: Any) -> None:
 
 
 def test_developer_becomes_system_where_the_template_knows_none(tokenizer: Any) -> None:
-    import copy
-
     plain = copy.deepcopy(tokenizer)
     plain.chat_template = (
         "{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant'] %}"
