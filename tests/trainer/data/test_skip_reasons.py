@@ -86,21 +86,21 @@ def choices_of(response: str, seq: int, states: dict[int, CallState]) -> list[Ca
     ]  # fmt: skip
 
 
+DONE, FAILED = CallState.COMPLETED, CallState.ERROR
+
+
 def test_choices_of_an_answer_that_was_never_given() -> None:
     """The agent did not ask again, or later, and was given another answer."""
-    done, failed = CallState.COMPLETED, CallState.ERROR
-    lost = choices_of("a", 0, {0: done, 1: failed, 2: done})
-    anew = choices_of("b", 1, {0: done, 1: done, 2: done})
+    lost = choices_of("a", 0, {0: DONE, 1: FAILED, 2: DONE})
+    anew = choices_of("b", 1, {0: DONE, 1: DONE, 2: DONE})
     built = build(*lost, *anew)
     assert rows(built) == [[call.id] for call in anew]
     assert built.skipped == dict.fromkeys((c.id for c in lost), SkipReason.SAMPLER_ERROR)
 
 
 def test_choices_of_an_answer_that_a_retry_completed() -> None:
-    done, failed = CallState.COMPLETED, CallState.ERROR
-    calls = choices_of("a", 0, {0: done, 1: failed, 2: done})
-    calls += choices_of("a", 1, {1: failed})
-    calls += choices_of("a", 2, {1: done})
+    calls = choices_of("a", 0, {0: DONE, 1: FAILED, 2: DONE})
+    calls += [*choices_of("a", 1, {1: FAILED}), *choices_of("a", 2, {1: DONE})]
     built = build(*calls)
     assert rows(built) == [["a#0@0"], ["a#2@0"], ["a#1@2"]]
     assert len(built.skipped) == 2
@@ -111,11 +111,9 @@ def test_an_answer_cut_off_at_its_limit_follows_the_policy(policy: Any) -> None:
     cut = make("cut", [1], [10, 11], seq=0, finish_reason="length")
     following = make("following", [1, 10, 11, 2], [12], seq=1)
     built = build(cut, following, truncated=policy)
-    if policy == "train":
-        assert rows(built) == [["cut", "following"]]
-    else:
-        assert rows(built) == [["following"]]
-        assert built.skipped == {"cut": SkipReason.TRUNCATED}
+    trains = policy == "train"
+    assert rows(built) == ([["cut", "following"]] if trains else [["following"]])
+    assert built.skipped == ({} if trains else {"cut": SkipReason.TRUNCATED})
 
 
 # ---- who answered, and how
@@ -158,7 +156,6 @@ def test_sampling_other_than_from_the_policy(
     assert sampled_otherwise(one) == kind
     assert importance_weight(one) == (None if weight is None else pytest.approx(weight))
     assert rows(build(one)) == [["a"]]
-    skipping = build(one, off_policy="skip")
-    assert skipping.skipped == ({} if kind is None else {"a": SkipReason.OFF_POLICY})
-    weighing = build(one, off_policy="weight")
-    assert weighing.skipped == ({} if weight is not None else {"a": SkipReason.OFF_POLICY})
+    for off_policy, trains in (("skip", kind is None), ("weight", weight is not None)):
+        skipped = build(one, off_policy=off_policy).skipped
+        assert skipped == ({} if trains else {"a": SkipReason.OFF_POLICY})

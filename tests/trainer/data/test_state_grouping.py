@@ -18,42 +18,36 @@ def turn(
     return make(f"{name}{seq}", prompt, answer, seq, rollout_id=name, request=request)
 
 
+QUESTION = {"role": "user", "content": "Where to?"}
+
+
 def chat(call: str, found: str) -> list[dict[str, Any]]:
-    question = [{"role": "system", "content": "Play."}, {"role": "user", "content": "Where to?"}]
+    question = [{"role": "system", "content": "Play."}, QUESTION]
     asked = {"id": call, "type": "function", "function": {"name": "go", "arguments": call}}
-    return [
-        {"messages": question},
-        {"messages": [
-            *question,
-            {"role": "assistant", "content": None, "tool_calls": [asked]},
-            {"role": "tool", "tool_call_id": call, "content": found},
-        ]},
-    ]  # fmt: skip
+    answer = {"role": "assistant", "content": None, "tool_calls": [asked]}
+    result = {"role": "tool", "tool_call_id": call, "content": found}
+    return [{"messages": question}, {"messages": [*question, answer, result]}]
 
 
 def messages(call: str, found: str) -> list[dict[str, Any]]:
-    question = [{"role": "user", "content": "Where to?"}]
     asked = {"type": "tool_use", "id": call, "name": "go", "input": {"where": call}}
+    answer = {"role": "assistant", "content": [asked]}
     answered = {"type": "tool_result", "tool_use_id": call, "content": found}
+    result = {"role": "user", "content": [answered]}
     return [
-        {"system": "Play.", "messages": question},
-        {"system": "Play.", "messages": [
-            *question,
-            {"role": "assistant", "content": [asked]},
-            {"role": "user", "content": [answered]},
-        ]},
-    ]  # fmt: skip
+        {"system": "Play.", "messages": [QUESTION]},
+        {"system": "Play.", "messages": [QUESTION, answer, result]},
+    ]
 
 
 def responses(call: str, found: str) -> list[dict[str, Any]]:
     """As openai-agents sends it: reasoning, text and calls are items of their own."""
-    question = {"role": "user", "content": "Where to?"}
     asked = {"type": "function_call", "id": f"fc_{call}", "call_id": call, "name": "go"}
     said = {"type": "message", "role": "assistant", "content": [{"text": call}]}
     answered = {"type": "function_call_output", "call_id": call, "output": found}
     return [
         {"input": "Where to?"},
-        {"input": [question, {"type": "reasoning", "id": call}, said, asked, answered]},
+        {"input": [QUESTION, {"type": "reasoning", "id": call}, said, asked, answered]},
     ]
 
 
@@ -61,7 +55,7 @@ def continued(call: str, found: str) -> list[dict[str, Any]]:
     """Responses whose conversation the server keeps: only what is new is sent."""
     answered = {"type": "function_call_output", "call_id": call, "output": found}
     return [
-        {"input": [{"role": "user", "content": "Where to?"}]},
+        {"input": [QUESTION]},
         {"input": [answered], "previous_response_id": call},
     ]
 
