@@ -47,7 +47,8 @@ _HEALTH_AGE_S = 1.0
 _GATEWAY_TIMEOUT_S = 5.0
 _LONGEST_SILENCE_S = 1.0  # of an idle worker whose store has not changed
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(slots=True)

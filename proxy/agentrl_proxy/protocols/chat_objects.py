@@ -50,15 +50,19 @@ class Dialect(Protocol):
 
     def chunk(self, heading: Heading, choice: dict[str, Any]) -> bytes:
         """Write a piece of a streamed answer; ``choice`` is that of a chat completion chunk."""
+        ...
 
     def end(self, response: dict[str, Any]) -> bytes:
         """Write what follows the last chunk. ``response`` is the whole chat completion."""
+        ...
 
     def whole(self, response: dict[str, Any]) -> dict[str, Any]:
         """Return a chat completion as the protocol's JSON body."""
+        ...
 
     def failed(self, error: ApiError) -> bytes:
         """Write the event that ends a failed stream."""
+        ...
 
 
 class ChatDialect:

@@ -246,7 +246,7 @@ def _finished_row(call: Call, states: Mapping[str, AttemptState], boot_id: str) 
 
 
 @cache
-def _select_states(size: int) -> sa.Select[Any]:
+def _select_states(size: int) -> sa.Select[Any, Any]:
     ids = [sa.bindparam(f"id{i}", type_=sa.Text) for i in range(size)]
     return sa.select(t.attempts.c.id, t.attempts.c.state).where(t.attempts.c.id.in_(ids))
 

@@ -165,9 +165,9 @@ class ServiceClient:
             return self._bases[name]
 
     def _train(
-        self, base_model: str, lora: LoraOptions, name: str | None, tinker: Mapping[str, Any]
+        self, base_model: str, lora: LoraOptions, name: str | None, more: Mapping[str, Any]
     ) -> TrainingClient:
-        check_tinker_only("create_lora_training_client", tinker)
+        check_tinker_only("create_lora_training_client", more)
         base = self._base(base_model)
         base.training  # noqa: B018 - an unknown model fails here, not in a future
         with self._lock:
@@ -190,10 +190,10 @@ class ServiceClient:
         base_model: str | None,
         name: str | None,
         optimizer: bool,
-        tinker: Mapping[str, Any],
+        more: Mapping[str, Any],
     ) -> TrainingClient:
         method = "create_training_client_from_state" + ("_with_optimizer" if optimizer else "")
-        check_tinker_only(method, tinker)
+        check_tinker_only(method, more)
         meta = read_state(path).meta
         known = {field.name for field in fields(LoraOptions)}  # older states hold more
         lora = LoraOptions(**{name: meta["lora"][name] for name in known})

@@ -273,8 +273,8 @@ class TrainingClient(Client):
 
     load_state_with_optimizer_async = submitted(load_state_with_optimizer)
 
-    def _load(self, path: Folder, optimizer: bool, tinker: Mapping[str, Any]) -> APIFuture[None]:
-        check_tinker_only("load_state_with_optimizer", tinker)  # both have the same
+    def _load(self, path: Folder, optimizer: bool, more: Mapping[str, Any]) -> APIFuture[None]:
+        check_tinker_only("load_state_with_optimizer", more)  # both have the same
 
         def work() -> None:
             ours = tensors_of(read_state(path), self._name, optimizer=optimizer)

@@ -15,7 +15,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 
 from agentrl_tracer.schemas import SkipReason
 from agentrl_trainer.data.skip_reasons import group_reason, member_reason
@@ -193,8 +192,10 @@ def whiten_groups(groups: Sequence[GroupAdvantages], scaling: Scaling) -> list[G
 def discounted_returns(rewards: Sequence[float], discount: float) -> list[float]:
     """Sum the rewards from each turn on: G_k = r_k + discount * G_k+1 (Sutton and Barto 2018,
     Reinforcement Learning, equation 3.9)."""
-    backwards = accumulate(reversed(rewards), lambda later, now: now + discount * later)
-    return [*backwards][::-1]
+    returns: list[float] = []
+    for reward in reversed(rewards):
+        returns.append(reward + discount * (returns[-1] if returns else 0.0))
+    return returns[::-1]
 
 
 def turn_advantages(

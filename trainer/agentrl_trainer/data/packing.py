@@ -107,7 +107,7 @@ class _Row(NamedTuple):
 
     adapter: str
     tokens: list[int]
-    index: int  # of the training row
+    place: int  # of the training row
 
 
 def _rows(source: Sequence[TrainingRow]) -> list[_Row]:
@@ -165,7 +165,7 @@ def _balanced_chunks(rows: Sequence[_Row], budget: int, enough: int) -> list[lis
 
 def _padded_chunks(rows: Sequence[_Row], budget: int) -> list[list[_Row]]:
     chunks: list[list[_Row]] = []
-    for row in sorted(rows, key=lambda row: (row.adapter, -len(row.tokens), row.index)):
+    for row in sorted(rows, key=lambda row: (row.adapter, -len(row.tokens), row.place)):
         longest = chunks[-1][0] if chunks else row  # the first of a chunk, which sets its width
         fits = chunks and len(longest.tokens) * (len(chunks[-1]) + 1) <= budget
         if fits and longest.adapter == row.adapter:
@@ -185,7 +185,7 @@ def _micro_batch(source: Sequence[TrainingRow], chunk: Sequence[_Row], share: bo
         places = [range(row * width, (row + 1) * width) for row in range(len(chunk))]
         trie = None
     # ``places[b][t]``: the place of token t of row b in the flat ``input_ids``.
-    own = [source[row.index] for row in chunk]
+    own = [source[row.place] for row in chunk]
     trained = [(row, at) for row, one in enumerate(own) for at, on in enumerate(one.mask) if on]
 
     def floats(columns: Sequence[Sequence[float]]) -> Tensor:
@@ -198,7 +198,7 @@ def _micro_batch(source: Sequence[TrainingRow], chunk: Sequence[_Row], share: bo
         )
     return MicroBatch(
         adapter=chunk[0].adapter,
-        indices=[row.index for row in chunk],
+        indices=[row.place for row in chunk],
         input_ids=torch.tensor(input_ids),
         trie=trie,
         places=torch.tensor([places[row][at - 1] for row, at in trained]),

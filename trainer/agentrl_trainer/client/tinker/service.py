@@ -43,8 +43,14 @@ class TinkerServiceClient(ServiceClient):
     ) -> TinkerTrainingClient:
         if lora.targets is not None or lora.alpha != LoraOptions().alpha:
             raise ValueError("targets and alpha are for the local backend; leave them out")
-        which = (lora.rank, lora.seed, lora.train_mlp, lora.train_attn)
-        made = self._service.create_lora_training_client(base_model, *which, **more)
+        made = self._service.create_lora_training_client(
+            base_model,
+            rank=lora.rank,
+            seed=lora.seed,
+            train_mlp=lora.train_mlp,
+            train_attn=lora.train_attn,
+            **more,
+        )
         return self._training(made.result(), name)
 
     def _train_from(
