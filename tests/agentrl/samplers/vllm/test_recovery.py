@@ -1,4 +1,4 @@
-"""``VllmSampler`` when its server comes and goes. Real deaths are in ``test_vllm_server.py``."""
+"""``VllmSampler`` when its server comes and goes. Real deaths are in ``test_server.py``."""
 
 from __future__ import annotations
 
