@@ -24,7 +24,8 @@ from agentrl_tracer.schemas import (
     Span,
 )
 from agentrl_tracer.store import tables as t
-from agentrl_tracer.store.database import Database, json_text
+from agentrl_tracer.store.database import json_text
+from agentrl_tracer.store.rewards import RewardStore
 
 _CALL_COLUMNS = [t.calls.c[name] for name in Call.__dataclass_fields__]
 # A verdict stands: a call judged while it was open keeps its verdict when it finishes.
@@ -72,8 +73,7 @@ class Delivery:
     rewards: Sequence[Reward] = ()
 
 
-class CallStore:
-    db: Database
+class CallStore(RewardStore):
 
     def write_calls(
         self,
@@ -110,7 +110,7 @@ class CallStore:
             for item in arrived:
                 if isinstance(item, Delivery) and _is_open(item, states):
                     self.db.insert_records(c, t.spans, item.spans)
-                    self.db.insert_records(c, t.rewards, item.rewards)
+                    self._add_rewards(c, item.rewards)
         return states
 
     def _attempt_states(self, c: Any, ids: Collection[Any]) -> dict[str, AttemptState]:
