@@ -74,7 +74,6 @@ class Delivery:
 
 
 class CallStore(RewardStore):
-
     def write_calls(
         self,
         boot_id: str,
