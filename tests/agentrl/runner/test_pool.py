@@ -137,6 +137,7 @@ def test_packages_are_warm_but_not_those_with_threads_or_the_users_own_modules(
         "    return float(warm[0] + 2 * warm[1] + 4 * warm[2])\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(packages), prepend=os.pathsep)
+    monkeypatch.setenv("AGENTRL_START_METHOD", "fork")  # with spawn nothing is preloaded
     harness.start("run")
     [first] = harness.finish(harness.enqueue())
     assert harness.values(first) == [1.0], harness.log()
