@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, get_args
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from agentrl.config.fields import Count, Names, NonNegative, Positive, Share, Table
+from agentrl.config.field_types import Count, Names, NonNegative, Positive, Share, Table
 from agentrl_trainer.learner.loss_options import (
     ClipOptions,
     CorrectionOptions,

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 
 from agentrl.config import checks, settings
 from agentrl.config.algorithm_options import AlgorithmSettings
-from agentrl.config.fields import Count, HttpUrl, Positive, Table
+from agentrl.config.field_types import Count, HttpUrl, Positive, Table
 from agentrl.config.setting_names import model_in
 from agentrl.config.settings import Adapters, AdapterSettings, OtherModels, OtherModelSettings
 

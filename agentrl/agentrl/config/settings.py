@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from agentrl.config.fields import (
+from agentrl.config.field_types import (
     Count,
     HttpUrl,
     Names,

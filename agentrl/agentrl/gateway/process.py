@@ -25,7 +25,7 @@ import httpx
 from pydantic import Field
 
 from agentrl.config.commands import ModelCommand
-from agentrl.config.fields import Table
+from agentrl.config.field_types import Table
 from agentrl.config.secrets import filled
 from agentrl.config.settings import (
     GatewaySettings,

@@ -18,7 +18,7 @@ from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 from tinker.proto.tinker_public_pb2 import ForwardBackwardRequest
 
-from agentrl.tinker_server.messages import PROTOBUF
+from agentrl.tinker_server.protobuf import PROTOBUF
 from agentrl.tinker_server.request_store import Answer, Json
 from agentrl.tinker_server.server import TinkerServer
 from agentrl_trainer.client import ServiceClient

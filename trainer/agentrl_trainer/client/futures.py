@@ -15,7 +15,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 Variant = Callable[Concatenate[S, P], Coroutine[Any, Any, T]]
 
-_here = threading.local()  # .worker: the Worker whose thread this is
+_here = threading.local()  # .worker: the OperationThread whose thread this is
 
 
 class APIFuture(Future[T]):
@@ -25,7 +25,7 @@ class APIFuture(Future[T]):
     raised. Canceling a waiting coroutine does not cancel the operation.
     """
 
-    worker: Worker | None = None
+    worker: OperationThread | None = None
     """That has yet to run something before the result is known."""
 
     def result(self, timeout: float | None = None) -> T:
@@ -70,7 +70,7 @@ class APIFuture(Future[T]):
             self.set_exception(error)
 
 
-class Worker:
+class OperationThread:
     """One thread that runs operations in order."""
 
     def __init__(self, name: str) -> None:
@@ -142,7 +142,7 @@ def _after(sources: Sequence[Future[S]], start: Callable[[list[S]], Future[T]]) 
     return whole
 
 
-def _worker(future: Future[Any]) -> Worker | None:
+def _worker(future: Future[Any]) -> OperationThread | None:
     return future.worker if isinstance(future, APIFuture) and not future.done() else None
 
 

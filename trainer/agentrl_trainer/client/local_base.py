@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from agentrl_trainer.checkpoint import Checkpoint, latest_checkpoint
-from agentrl_trainer.client.futures import Worker
+from agentrl_trainer.client.futures import OperationThread
 from agentrl_trainer.client.types import Folder
 from agentrl_trainer.inference import RequestError, SamplerEngine
 from agentrl_trainer.learner.learner import Learner
@@ -32,7 +32,7 @@ class LocalBase:
         self, name: str, load: Callable[[], BaseModel], learner_options: Mapping[str, Any]
     ) -> None:
         self.name = name
-        self.worker = Worker(f"agentrl-train-{name}")
+        self.worker = OperationThread(f"agentrl-train-{name}")
         self.adaptable: list[str] = []
         """Paths of the base's linear layers and experts, once it is loaded for training."""
         self._load = load

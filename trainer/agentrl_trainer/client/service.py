@@ -33,7 +33,7 @@ from agentrl_trainer.checkpoint import (
     restore_rng,
     save_checkpoint,
 )
-from agentrl_trainer.client.futures import APIFuture, Worker, awaited, finished
+from agentrl_trainer.client.futures import APIFuture, OperationThread, awaited, finished
 from agentrl_trainer.client.local_base import LocalBase, read_state
 from agentrl_trainer.client.parameters import TINKER_ONLY, check_tinker_only
 from agentrl_trainer.client.sampling import SamplingClient
@@ -261,7 +261,7 @@ class ServiceClient:
         return self._worker.submit(work)
 
     @property
-    def _worker(self) -> Worker:
+    def _worker(self) -> OperationThread:
         return self._only_base().worker
 
     def _save_states(self, step: int) -> Callable[[], tuple[Mapping[str, Tensor], dict[str, Any]]]:

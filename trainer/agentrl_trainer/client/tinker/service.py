@@ -9,7 +9,7 @@ import tinker
 from torch import Tensor
 
 from agentrl_trainer.checkpoint import Checkpoint
-from agentrl_trainer.client.futures import APIFuture, Worker, finished
+from agentrl_trainer.client.futures import APIFuture, OperationThread, finished
 from agentrl_trainer.client.service import ServiceClient, folder_of
 from agentrl_trainer.client.tinker.clients import TinkerSamplingClient, TinkerTrainingClient
 from agentrl_trainer.client.types import (
@@ -35,7 +35,7 @@ class TinkerServiceClient(ServiceClient):
         self._service: Any = tinker.ServiceClient(base_url=base_url, **options)
         self._rest: Any = tinker.RestClient(base_url=base_url, api_key=options.get("api_key"))
         self._trained: dict[str, TinkerTrainingClient] = {}
-        self.responses = Worker("agentrl-tinker")
+        self.responses = OperationThread("agentrl-tinker")
         """Sends operations in order, and works on the service's responses."""
 
     def _train(
@@ -88,7 +88,7 @@ class TinkerServiceClient(ServiceClient):
         return self._rest.get_server_capabilities().result()  # has the same fields
 
     @property
-    def _worker(self) -> Worker:
+    def _worker(self) -> OperationThread:
         return self.responses
 
     def _save_states(self, step: int) -> Callable[[], tuple[Mapping[str, Tensor], dict[str, Any]]]:
