@@ -15,7 +15,7 @@ from pathlib import Path
 from fastapi import HTTPException
 from tinker.proto.tinker_public_pb2 import ForwardBackwardRequest
 
-from agentrl.tinker_server import messages
+from agentrl.tinker_server import protobuf
 from agentrl.tinker_server.request_store import Answer, Json, RequestStore
 from agentrl_trainer.client import (
     AdamParams,
@@ -134,8 +134,8 @@ class TinkerServer:
         client = self.model(request.model_id)
         run = client.forward if request.forward_only else client.forward_backward
         config = {name: one.text or one.number for name, one in request.loss_fn_config_v2.items()}
-        done = run(messages.datums(request), request.loss_fn, config)
-        return map_future(done.future(), messages.forward_backward_output)
+        done = run(protobuf.datums(request), request.loss_fn, config)
+        return map_future(done.future(), protobuf.forward_backward_output)
 
     def optim_step(self, body: Json) -> Future[Answer]:
         if "adam_params" not in body:
@@ -224,7 +224,7 @@ class TinkerServer:
             bool(body.get("prompt_logprobs")),
             **_given(body, _SAMPLE_OPTIONS),
         )
-        return map_future(sampled.future(), messages.sample_response)
+        return map_future(sampled.future(), protobuf.sample_response)
 
 
 def _given(body: Json, names: tuple[str, ...]) -> Json:
