@@ -15,7 +15,7 @@ from tinker import types
 from tinker.proto import tinker_public_pb2 as proto
 from tinker.proto.request_conv import forward_backward_request_to_proto
 
-from agentrl.tinker_server import messages
+from agentrl.tinker_server import protobuf
 from agentrl.tinker_server import server as server_module
 from agentrl.tinker_server.server import TinkerServer
 from agentrl_trainer.client import AdamParams, Datum, ForwardBackwardOutput, ServiceClient
@@ -84,7 +84,7 @@ def test_a_step_is_the_local_clients(client: Client, tmp_path: Path) -> None:
     again = client.begin("forward_backward", request_of(model_id, 1, supervised()))
     assert request == again  # a repetition is not learned from twice
     answer = client.fetch(request)
-    assert answer.headers["content-type"] == messages.PROTOBUF
+    assert answer.headers["content-type"] == protobuf.PROTOBUF
     output = proto.ForwardBackwardOutput.FromString(answer.content)
     adam = {"model_id": model_id, "seq_id": 2, "adam_params": ADAM}
     norm = client.done("optim_step", adam)["metrics"]["grad_norm"]
@@ -150,7 +150,7 @@ def slow_creation(
 
 def test_a_finished_session_leaves_nothing(client: Client) -> None:
     server = client.server
-    assert messages.forward_backward_output(ForwardBackwardOutput([], {"a": 1.0}))  # no rows
+    assert protobuf.forward_backward_output(ForwardBackwardOutput([], {"a": 1.0}))  # no rows
     unnamed = {"model_id": client.create("s1"), "seq_id": 1, "sampling_session_seq_id": 0}
     client.done("save_weights_for_sampler", unnamed)
     body = {"session_id": "s1", "sampling_session_seq_id": 1, "base_model": TINY}
