@@ -14,6 +14,11 @@ from typing import Any
 
 Json = dict[str, Any]
 
+MAX_REWARD = 1e9
+"""Largest absolute value of a reward. Sums and squares of such rewards are finite in float32."""
+GREEDY_BELOW = 0.01
+"""Temperatures below this are greedy, which is 0: logits divided by them may overflow."""
+
 
 def new_id(prefix: str = "") -> str:
     """Return 24 hexadecimal digits: nanoseconds since 1970, then 32 random bits, as in UUIDv7.
