@@ -85,7 +85,7 @@ def test_the_rules_understand_every_question_that_the_tiny_model_knows(
     answerer: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(EXAMPLE.parents[1] / "scripts" / "tiny_model")
-    from corpus import PROPERTIES
+    from nouns import PROPERTIES
 
     for row in rows("train"):
         for name, (question, _) in PROPERTIES.items():

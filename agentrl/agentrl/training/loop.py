@@ -25,7 +25,7 @@ from agentrl.config.loading import steps_of
 from agentrl.console.live import TrainDisplay
 from agentrl.runs.folder import strict
 from agentrl.runs.metric_names import REWARD
-from agentrl.runs.summary import Summary, summarize
+from agentrl.runs.summary import Summary
 from agentrl.timing import PhaseTimer
 from agentrl.training.clients import create_clients
 from agentrl.training.evaluation import evaluate_if_due, reached_goal
@@ -34,6 +34,7 @@ from agentrl.training.metrics_log import MetricsLog
 from agentrl.training.rollout_queue import RolloutQueue
 from agentrl.training.session import RunError, Session
 from agentrl.training.staleness import StalenessLimit
+from agentrl.training.summarize import summarize
 from agentrl_tracer.schemas import Call, Json, Purpose, Rollout, SkipReason
 from agentrl_tracer.store import Store
 from agentrl_trainer.client import AdamParams, APIFuture, RefusedRows

@@ -44,8 +44,9 @@ class MetricsLog:
     run_id: str
     note: Callable[[str], None]
     """Receives a message when a tracker fails."""
-    _trackers: dict[str, Any] = field(default_factory=dict[str, Any])  # each like a run of W&B
-    _told: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set[str]))
+    _trackers: dict[str, Any] = field(init=False, default_factory=dict[str, Any])
+    """Each has the interface of a run of W&B."""
+    _told: dict[int, set[str]] = field(init=False, default_factory=lambda: defaultdict(set[str]))
     """The metrics of each step that were logged before a resume."""
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ from settings import nested
 from agentrl.config.commands import EvalConfig
 from agentrl.config.errors import ConfigError
 from agentrl.runs.folder import RunFolder, adapter_folders
-from agentrl.runs.summary import draw_learning_curve
+from agentrl.runs.learning_curve import draw_learning_curve
 
 
 def test_metrics_are_json_and_old_or_torn_ones_are_mended(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ if sys.platform != "win32":
 _ONE_READ = "agentrl_one_read"  # execution option: a single statement, without a transaction
 _BUSY_MS = 30_000  # how long a writer waits for SQLite's write lock
 
-HEAD = "0002"  # the newest migration; a test compares it with the scripts
+HEAD = "0003"  # the newest migration; a test compares it with the scripts
 
 
 def json_text(value: Any) -> str:

@@ -71,6 +71,7 @@ runs = sa.Table(
     sa.Column("policies", sa.JSON, nullable=False),
     sa.Column("created_at", sa.Float, nullable=False),
     sa.Column("ended_at", sa.Float),
+    sa.Column("heartbeat_at", sa.Float),  # when its trainer last said that it is alive
 )
 
 tasks = sa.Table(
@@ -91,6 +92,8 @@ rollouts = sa.Table(
     sa.Column("ordinal", sa.Integer, nullable=False, unique=True),  # the order of the queue
     sa.Column("sampling", sa.JSON, nullable=False),
     sa.Column("infrastructure_retries", sa.Integer, nullable=False),
+    # How the prompts of its judged calls began: counts by kind as JSON text, which SQL can group.
+    sa.Column("continuity", sa.Text),
     sa.ForeignKeyConstraint(["run_id"], ["runs.id"]),
     sa.ForeignKeyConstraint(["task_id"], ["tasks.id"]),
     sa.Index("rollouts_queue", "state", "ordinal"),
@@ -118,6 +121,16 @@ calls = sa.Table(
     sa.Index("calls_attempt", "attempt_id", "seq"),
     sa.Index("calls_rollout", "rollout_id"),
     sa.Index("calls_accounting", "run_id", "trained_step", "skip_reason"),
+)
+
+# How many calls have each verdict, kept by the transactions that give verdicts: counting the calls
+# themselves takes seconds at a million.
+verdicts = sa.Table(
+    "verdicts",
+    metadata,
+    sa.Column("run_id", sa.Text, primary_key=True),
+    sa.Column("verdict", sa.Text, primary_key=True),  # "trained", or a skip reason
+    sa.Column("calls", sa.Integer, nullable=False),
 )
 
 spans = sa.Table(

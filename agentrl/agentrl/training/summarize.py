@@ -1,0 +1,69 @@
+"""End a training run: write what its folder keeps, and summarize it for the command line."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from agentrl.runs.excerpts import answer_excerpt, prompt_excerpt
+from agentrl.runs.learning_curve import draw_learning_curve
+from agentrl.runs.metric_names import HELD_OUT, REWARD
+from agentrl.runs.summary import Reply, Summary
+from agentrl_tracer.schemas import Call, CallState, Purpose
+
+if TYPE_CHECKING:
+    from agentrl.training.loop import TrainingRun
+
+_REPLIES = 4  # shown at most
+
+
+def summarize(run: TrainingRun, step: int) -> Summary:
+    """Put the final adapters, the picture and ``summary.json`` into the folder.
+
+    ``step`` is the last one.
+    """
+    folder, adapters = run.folder, run.config.trained
+    rows = folder.read_metrics()
+    shutil.rmtree(folder.adapter, ignore_errors=True)
+    for name in adapters:
+        final = folder.adapter if len(adapters) == 1 else folder.adapter / name
+        shutil.copytree(folder.adapter_version(name, step), final)
+    draw_learning_curve(rows, f"{folder.name}: {run.config.model.name}", folder.picture)
+    summary = Summary(
+        folder=folder,
+        steps=step,
+        rewards=[row[REWARD] for row in rows if REWARD in row],
+        accounting=run.store.accounting(run.run_id),
+        held_out=sorted((row["step"], row[HELD_OUT]) for row in rows if HELD_OUT in row),
+        replies=_replies(run, step),
+        seconds={name: round(value, 2) for name, value in run.timer.spent.items()},
+    )
+    written = {"steps": step, "held_out": summary.held_out, "reward": summary.rewards}
+    calls = asdict(summary.accounting) | {"adds_up": summary.accounting.adds_up}
+    folder.write_json(folder.summary, written | {"seconds": summary.seconds, "calls": calls})
+    return summary
+
+
+def _replies(run: TrainingRun, step: int) -> list[Reply]:
+    """Return replies to the same held-out tasks before the first step and after the last."""
+    before, after = (_first_calls(run, at) for at in (0, step))
+    return [
+        Reply(
+            prompt_excerpt(before[task].request),
+            answer_excerpt(before[task].response),
+            answer_excerpt(after[task].response),
+        )
+        for task in [one for one in run.eval_ids if one in before and one in after][:_REPLIES]
+    ]
+
+
+def _first_calls(run: TrainingRun, step: int) -> dict[str, Call]:
+    """Return the first answered call of each evaluation rollout of a step, by task."""
+    rollouts = run.store.rollouts(run.run_id, step=step, purpose=Purpose.EVAL)
+    by_id = {rollout.id: rollout.task_id for rollout in rollouts}
+    found: dict[str, Call] = {}
+    for call in run.store.calls(rollout_ids=list(by_id)):
+        if call.state is CallState.COMPLETED and call.rollout_id:
+            found.setdefault(by_id[call.rollout_id], call)
+    return found
