@@ -74,6 +74,7 @@ class SkipReason(StrEnum):
     EVALUATION = "evaluation"  # made by an evaluation rollout
     NO_ROLLOUT = "no_rollout"  # made outside any rollout (operator key)
     NO_REWARD = "no_reward"  # the rollout emitted none; missing is not zero
+    REFUSED_REWARD = "refused_reward"  # one of its rewards is no number that can train
     FAILED_ATTEMPT = "failed_attempt"  # its attempt did not win
     FAILED_ROLLOUT = "failed_rollout"  # no attempt of its rollout succeeded
     CLIENT_DISCONNECTED = "client_disconnected"
@@ -89,6 +90,7 @@ class SkipReason(StrEnum):
     OFF_POLICY = "off_policy"  # sampled at another temperature, filtered, biased or constrained
     SMALL_GROUP = "small_group"  # its group shrank below the minimum size
     ZERO_ADVANTAGE = "zero_advantage"  # every rollout of the group earned the same
+    NON_FINITE = "non_finite"  # its log-probs, loss or gradient: the rest of the step trained
     NON_FINITE_STEP = "non_finite_step"  # the whole optimizer step was refused
     STALE = "stale"  # sampled by an adapter version that is too old
     SUPERSEDED = "superseded"  # a resumed run repeated its step
@@ -218,7 +220,10 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A number earned in a rollout. ``key``, usually the span id, makes delivery idempotent."""
+    """A number earned in a rollout. ``key``, usually the span id, makes delivery idempotent.
+
+    A value that ``is_reward`` refuses is kept as it was emitted, and its rollout does not train.
+    """
 
     attempt_id: str
     rollout_id: str
@@ -230,6 +235,13 @@ class Reward:
     explanation: str | None = None
     created_at: float = field(default_factory=time.time)
 
+
+def is_reward(value: float) -> bool:
+    """Return whether a number can train: finite, and within ``MAX_REWARD``."""
+    return -MAX_REWARD <= value <= MAX_REWARD
+
+
+REWARD_RANGE = f"a reward is a number from -{MAX_REWARD:.0f} to {MAX_REWARD:.0f}"
 
 POLICY_REWARD_KEY = "policy"
 """``Reward.key`` of a policy's reward, which stands instead of emitted ones."""

@@ -28,8 +28,9 @@ from agentrl.config.field_types import (
     names_as_table,
 )  # fmt: skip
 from agentrl.config.secrets import check_params
+from agentrl_tracer.schemas import MAX_REWARD
 
-Policy = Literal["retry", "drop"] | float
+Policy = Literal["retry", "drop"] | Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)]
 Tracker = Literal["tensorboard", "wandb", "trackio"]
 
 
