@@ -63,7 +63,7 @@ class ChatService:
         constraint = None
         if request.prompt_ids is not None:
             key = ConversationKey(b"", b"", adapter)
-            prompt = Prompt(request.prompt_ids, [], key, continues=None)
+            prompt = Prompt(request.prompt_ids, "", [], key, continues=None)
         else:
             prompt = self.render(request, memory, adapter)
             client.heading.prompt_tokens = len(prompt.ids)
