@@ -85,10 +85,12 @@ def running(
     ]
     store.enqueue(run_id, rollouts)
     claims = [store.claim("runner", 600.0, run_id) for _ in rollouts]
-    store.register_gateway("boot", run_id, 1)
-    writer = TraceWriter(store, "boot")
+    boot_id = secrets.token_hex(6)  # tests share one PostgreSQL database
+    store.register_gateway(boot_id, run_id, 1)
+    writer = TraceWriter(store, boot_id)
     sampler = sampler or ScriptedSampler(renderer)
     settings: dict[str, Any] = {
+        "boot_id": boot_id,
         "models": {"policy": "policy", "base": None},
         "default_adapter": "policy",
         "operator_key": OPERATOR_KEY,
