@@ -30,7 +30,7 @@ def test_ordinary_names_are_taken(name: str) -> None:
 
 
 def test_a_name_without_dots() -> None:
-    with pytest.raises(ValueError, match="not first, '-'$"):
+    with pytest.raises(ValueError, match=r"not first, '-'$"):
         check_name("a.b", dots=False)
 
 
