@@ -36,6 +36,7 @@ class Branch(StrEnum):
     FIRST_CALL = "first_call"
     NEW_CONVERSATION = "new_conversation"  # it has no reply yet
     TOOLS_CHANGED = "tools_changed"
+    SWITCHES_CHANGED = "template_switches_changed"  # of the chat template, as its thinking switch
     MODEL_CHANGED = "model_changed"  # another adapter replied
     HISTORY_EDITED = "history_edited"  # an earlier message or the reply was never so
     THINKING_STRIPPED = "thinking_stripped"  # by the chat template, as Qwen3's does, or the agent
@@ -43,11 +44,13 @@ class Branch(StrEnum):
 
 
 class ConversationKey(NamedTuple):
-    """Identifies a conversation: digests of its messages and tools, and the adapter."""
+    """Identifies a conversation: digests of its messages and tools, the adapter, and the switches
+    of the chat template."""
 
     messages: bytes
     tools: bytes
     adapter: str | None
+    switches: bytes = b""
 
     def then(self, message: Message) -> ConversationKey:
         """Return the key of the conversation with one more message."""
@@ -153,7 +156,8 @@ def render_prompt(
     normal = renderer.normalize(messages)
     text = renderer.text(normal, tools)
     opened = text.endswith(renderer.generation_prompt)
-    keys = [ConversationKey(b"", b"" if tools is None else _digest(tools), adapter)]
+    switches = _digest(renderer.template_kwargs) if renderer.template_kwargs else b""
+    keys = [ConversationKey(b"", b"" if tools is None else _digest(tools), adapter, switches)]
     for message in normal:  # keys[i] covers the first i messages
         keys.append(keys[-1].then(message))
 
@@ -271,6 +275,8 @@ def _reason(conversations: Conversations, messages: list[Message], key: Conversa
         return Branch.HISTORY_EDITED
     if key.tools not in [one.tools for one in known]:
         return Branch.TOOLS_CHANGED
+    if key.switches not in [one.switches for one in known]:
+        return Branch.SWITCHES_CHANGED
     if key not in known:
         return Branch.MODEL_CHANGED
     thoughts = any(message.get("reasoning_content") for message in messages)
