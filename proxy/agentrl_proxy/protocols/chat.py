@@ -209,12 +209,14 @@ CHAT = Object(
 )
 PROVIDER_CHAT = Object(
     CHAT.required,
-    **{name: one for name, one in CHAT.properties.items() if name not in OURS_ALONE},
+    **{k: v for k, v in CHAT.properties.items() if k not in (*OURS_ALONE, "thinking")},
     **dict.fromkeys(("frequency_penalty", "presence_penalty"), NUMBER),
     **dict.fromkeys(
         ("user", "service_tier", "verbosity", "prompt_cache_key", "safety_identifier"), TEXT
     ),
-    **dict.fromkeys(("audio", "prediction", "web_search_options", "output_config"), OBJECT),
+    **dict.fromkeys(
+        ("audio", "prediction", "web_search_options", "thinking", "output_config"), OBJECT
+    ),
     function_call=STRING_OR_OBJECT,
     functions=Array(Object(["name"], name=TEXT)),
 )

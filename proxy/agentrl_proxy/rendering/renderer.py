@@ -65,11 +65,14 @@ class Renderer:
         self.token_bytes = cache(self._bytes_of)
         """The bytes of a token, which may be part of a character, by its id."""
         self.hidden = self._hidden_ids(special, template)
-        self._format = ReplyTemplate(template, self.generation_prompt)
+        self._unopened = ReplyTemplate(template, "")
+        opening, marks = self.generation_prompt, self._unopened.reasoning_marks
+        if marks is not None and marks[1] in opening.partition(marks[0])[2]:
+            opening = opening.partition(marks[0])[0]  # a thought that the prompt closes is no reply
+        self._format = ReplyTemplate(template, opening)
         self.tells_calls_apart = self._format.streams_calls  # before the reply ends
         self.reasoning_marks = self._format.reasoning_marks
         self.vocab_size = len(tokenizer)
-        self._unopened = ReplyTemplate(template, "")
         self._byte_level = "ByteLevel" in str(tokenizer.backend_tokenizer.decoder)
 
     def with_switches(
