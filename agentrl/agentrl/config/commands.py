@@ -83,7 +83,8 @@ class TrainConfig(ModelCommand):
         "sampler.kind=sampler run.backend rollouts.runners rollouts.rollouts_per_process "
         "rollouts.timeout sampler.max_tokens sampler.temperature rollouts.batch_size "
         "rollouts.group_size rollouts.max_staleness algorithm.loss algorithm.estimator "
-        "learning.learning_rate learning.rank run.steps run.seed run.name run.folder=runs"
+        "learning.learning_rate learning.rank "
+        "gateway.allowed_hosts=allowed-host run.steps run.seed run.name run.folder=runs"
     )
 
     agent: settings.TrainAgentSettings
@@ -151,7 +152,8 @@ class ServeConfig(ModelCommand):
 
     short_flags = _short(
         "model.name=model model.adapter_path model.device model.trust_remote_code gateway.host "
-        "gateway.port gateway.operator_key sampler.kind=sampler sampler.max_tokens run.store"
+        "gateway.port gateway.operator_key gateway.allowed_hosts=allowed-host "
+        "sampler.kind=sampler sampler.max_tokens run.store"
     )
 
     model: settings.ServeModelSettings = settings.ServeModelSettings()

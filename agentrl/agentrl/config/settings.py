@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from agentrl.config.field_types import (
     Count,
+    HostName,
     HttpUrl,
     Names,
     NonNegative,
@@ -253,6 +254,11 @@ class TinkerSettings(Table):
 class GatewaySettings(Table):
     """The gateway that answers the agents' requests."""
 
+    allowed_hosts: Annotated[list[HostName], BeforeValidator(from_names)] = Field(
+        default_factory=list[str]
+    )
+    """Names by which clients may address the gateway, besides its address and loopback's: those of
+    a proxy or a DNS alias. *.example.com is every name below it, * is any."""
     accept_any_model: bool = True
     """Answer unknown model names (gpt-4o-mini) with the adapter; else with 404."""
     forward_otlp: HttpUrl | None = None

@@ -65,6 +65,7 @@ class GatewayPlan(Table):
     models: dict[str, OtherModelSettings] = Field(default_factory=dict[str, OtherModelSettings])
     rollouts: RunnerSettings | None = None  # budgets of a rollout; None: no limits
     tinker: TinkerSettings | None = None  # sample on Tinker; its key stays in the environment
+    host: str = "127.0.0.1"  # as it was asked to listen; a name is allowed as Host
     store: str
     run_id: str | None = None
     operator_key: str | None = None
@@ -91,6 +92,7 @@ class GatewayPlan(Table):
             model=command.model,
             sampler=command.sampler,
             gateway=command.gateway,
+            host=getattr(command.gateway, "host", "127.0.0.1"),
             models=command.models,
             vllm_url=vllm_url or vllm.url,
             vllm_wait=None if vllm_url else vllm.wait,
@@ -160,6 +162,7 @@ def _ready_app(plan: GatewayPlan, ending: contextlib.ExitStack) -> FastAPI:
         default_adapter=plan.default_adapter,
         provider_models=others,
         operator_key=plan.operator_key,
+        allowed_hosts=[plan.host, *own.allowed_hosts],
         run_id=plan.run_id,
         defaults=plan.sampler.model_dump(include={"max_tokens", "temperature"}),
         # While another model is evaluated, no unknown name may mean the base model.
