@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 
 from agentrl.config import checks, settings
 from agentrl.config.algorithm_options import AlgorithmSettings
-from agentrl.config.field_types import Count, HttpUrl, Positive, Table
+from agentrl.config.field_types import Count, HttpUrl, Positive, Store, Table
 from agentrl.config.setting_names import model_in
 from agentrl.config.settings import Adapters, AdapterSettings, OtherModels, OtherModelSettings
 
@@ -183,7 +183,7 @@ class JoinGatewaySettings(Table):
 
 
 class JoinRunSettings(Table):
-    store: Annotated[str, Field(min_length=1)]
+    store: Store
     """The run's store: a PostgreSQL URL, or on the same machine its file."""
     id: str | None = None
     """Id or name of the run; by default the newest one in progress."""

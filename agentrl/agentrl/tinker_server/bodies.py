@@ -18,7 +18,7 @@ BODIES = BodyReader(256 * 2**20, _LIMITS, GatewayStats())
 
 _SESSION = re.compile(r"[A-Za-z0-9_-]{1,100}")  # a session's id is part of its models' folders
 _MOST_SAMPLES = 1024
-_REQUIRED = {"sample": ("sampling_session_id",), "save_weights": ("path",)}
+_REQUIRED = {"SampleRequest": ["sampling_session_id"], "SaveWeightsRequest": ["path"]}
 """Fields that the SDK's types leave optional for other servers."""
 
 
@@ -35,16 +35,13 @@ def read_json(kind: type[BaseModel], body: bytes) -> dict[str, Any]:
         where = ".".join(map(str, first["loc"])) or "the body"
         raise ValueError(f"{where}: {first['msg']}") from None
     read: dict[str, Any] = json.loads(body)
-    made = read.get("model_id") is None and kind.__name__ in (
-        "CreateModelRequest",
-        "LoadWeightsRequest",
-    )
-    needed = [
-        *_REQUIRED.get(read.get("type", ""), ()),
-        *(("session_id", "model_seq_id") if made else ()),
-    ]
+    needed = _REQUIRED.get(kind.__name__, [])
+    if kind.__name__ == "LoadWeightsRequest" and not read.get("model_id"):
+        needed = ["session_id", "model_seq_id"]  # it makes a model
     if missing := [name for name in needed if read.get(name) is None]:
         raise ValueError(f"{missing[0]}: is missing")
+    if read.get("model_id") == "":
+        raise ValueError("model_id: is empty")
     session = read.get("session_id")
     if session is not None and not _SESSION.fullmatch(session):
         raise ValueError("session_id: must be letters, digits, - and _")

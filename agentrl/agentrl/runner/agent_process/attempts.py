@@ -119,7 +119,7 @@ def _run_in_turn(config: RunnerConfig, worker_fd: int, known_modules: int | None
 
 def _redirect_output(log: str) -> None:
     """Append file descriptors 1 and 2 to a file."""
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
