@@ -186,9 +186,12 @@ class Session:
         waiting, gateway = Waiting(on_wait), self.gateway
         limit = _READY_TIMEOUT_S + (self._plan.vllm_wait or 0)
         while (health := gateway.health()) is None:
-            if gateway.could_not_start or gateway.restarts >= 2 or waiting.seconds > limit:
+            killed = (gateway.last_code or 0) < 0  # from outside, which starting again may outlive
+            tries = 10 if killed else 3
+            if gateway.could_not_start or gateway.deaths >= tries or waiting.seconds > limit:
                 raise RunError(
-                    f"the gateway does not start; the end of {gateway.log}:\n{gateway.log_tail()}"
+                    f"the gateway does not start (exit code {gateway.last_code}); the end of "
+                    f"{gateway.log}:\n{gateway.log_tail()}"
                 )
             waiting.still(
                 lambda: f"the gateway is starting ({waiting.seconds:.0f} s) {gateway.log_tail(1)}"

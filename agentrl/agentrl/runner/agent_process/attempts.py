@@ -35,7 +35,12 @@ from typing import Any, NoReturn, TextIO
 from opentelemetry import trace
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from agentrl.runner.agent_process.environment import attempt_environment, client_environment
+from agentrl.runner.agent_process.environment import (
+    attempt_environment,
+    client_environment,
+    shared_owner,
+    storage_environment,
+)
 from agentrl.runner.agent_spec import CommandFailed, LoadedAgent, load_agent, parse_agent
 from agentrl.runner.preload import third_party_modules
 from agentrl.runner.protocol import AttemptEnding, RunnerConfig, send
@@ -198,6 +203,7 @@ async def _run_concurrently(config: RunnerConfig, worker_fd: int) -> None:
     sys.stdout, sys.stderr = _RoutedOutput(sys.stdout), _RoutedOutput(sys.stderr)  # type: ignore[assignment]
     # A header names each call's rollout; a call without one is refused, not misattributed.
     os.environ.update(client_environment(config, config.gateway, "sk-shared-process"))
+    os.environ.update(storage_environment(shared_owner(config, os.getpid())))
     # In a thread: an agent that blocks the loop must not outlive its worker.
     _hear_worker(worker_fd, hear)
     await asyncio.Event().wait()
