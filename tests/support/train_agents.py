@@ -57,10 +57,14 @@ def slow(task: dict[str, Any]) -> None:
 
 
 def troubled(task: dict[str, Any]) -> None:
-    """Fails in many ways: raises, forgets the reward, calls another model, rewards nothing; asks
-    and earns what no sampler and no trainer can compute."""
+    """Fails in many ways: raises, forgets the reward, calls another model, rewards nothing, never
+    asks; asks and earns what no sampler and no trainer can compute."""
     n = task["n"]
-    kind, text = n % 1000, ask(n)
+    kind = n % 1000
+    if kind == 5:
+        emit_reward(100.0)
+        return
+    text = ask(n)
     if kind == 0:
         raise RuntimeError(f"cannot cope with {n}")
     if kind == 1:
@@ -70,12 +74,12 @@ def troubled(task: dict[str, Any]) -> None:
     if kind == 3:
         emit_reward(0.0)
         return
-    if kind == 5:
-        ask(n, temperature=1e-40)
     if kind == 6:
+        ask(n, temperature=1e-40)
+    if kind == 7:
         with contextlib.suppress(BadRequestError):
             ask(n, extra_body={"top_k": 2**63})
-    emit_reward(1e308 if kind == 7 else len(text) / 10)
+    emit_reward(1e308 if kind == 8 else len(text) / 10)
 
 
 async def asynchronous(task: dict[str, Any]) -> float:

@@ -56,6 +56,7 @@ from agentrl_trainer.learner.loss_options import LossConfig, parse_loss_options
 from agentrl_trainer.learner.losses import CustomLoss, Sums
 from agentrl_trainer.learner.prepare_batch import UpdateSettings, finite_parts, prepare
 from agentrl_trainer.learner.step_stats import step_stats
+from agentrl_trainer.names import check_name
 
 if TYPE_CHECKING:
     from agentrl_trainer.client.tinker.service import TinkerServiceClient
@@ -77,7 +78,7 @@ class TinkerTrainingClient(TrainingClient):
         self._added: list[Future[ForwardBackwardOutput]] = []  # of training rows, since the step
         self._reference: TinkerSamplingClient | None = None
         self.continue_as(client, None)
-        self.name = name or self.model_id.replace(":", "-")
+        self.name = check_name(name or self.model_id.replace(":", "-"), "name")
         self.folder = service.folder / self.name
         self.history = []
 
