@@ -253,10 +253,10 @@ class Choice:
         delta = chat_objects.reply_delta(self.parser.remainder(self.reply))
         if not self._begun:
             delta = {"role": "assistant", "content": said["message"]["content"], **delta}
-        last = chat_objects.last_chunk(self._call.request.dialect, self._call.client.heading, said)
-        if delta or self._entries(self._sent):
-            return [self._chunk(delta), last]
-        return [last]
+        # In this order: some dialects number their events.
+        held = [self._chunk(delta)] if delta or self._entries(self._sent) else []
+        request, heading = self._call.request, self._call.client.heading
+        return [*held, chat_objects.last_chunk(request.dialect, heading, said)]
 
     def _chunk(self, delta: dict[str, Any]) -> bytes:
         self._begun = True
