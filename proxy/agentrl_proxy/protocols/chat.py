@@ -49,6 +49,9 @@ MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_TOP_LOGPROBS = 20
 MAX_BIASES = 1024
+MAX_MESSAGES = 4096
+MAX_TOOLS = 1024
+MAX_ARGUMENTS = 2**20  # characters of a tool call's arguments, which are parsed at one go
 
 
 def _is_bias(value: Any) -> bool:
@@ -115,8 +118,14 @@ _PART = Tagged(
     | {name: Object([name], **{name: OBJECT}) for name in ("input_audio", "file")},
     refusal=("unsupported_content", "this model reads text only"),
 )
+_ARGUMENTS = Value(
+    lambda v: isinstance(v, str) and len(v) <= MAX_ARGUMENTS,
+    f"a string of up to {MAX_ARGUMENTS} characters",
+    {"type": "string", "maxLength": MAX_ARGUMENTS},
+    TEXT,
+)
 _CALL = Object(
-    ["function"], id=TEXT, type=TEXT, function=Object(["name"], name=TEXT, arguments=TEXT)
+    ["function"], id=TEXT, type=TEXT, function=Object(["name"], name=TEXT, arguments=_ARGUMENTS)
 )
 
 _MESSAGE = Object(
@@ -135,7 +144,7 @@ SCHEMA_FORMAT = Object(["schema"], name=TEXT, schema=JSON_SCHEMA, strict=BOOLEAN
 CHAT = Object(
     ["model", "messages"],
     model=NAME,
-    messages=Array(MESSAGE, minimum=1),
+    messages=Array(MESSAGE, minimum=1, maximum=MAX_MESSAGES),
     max_tokens=MAX_TOKENS,
     max_completion_tokens=MAX_TOKENS,
     **SAMPLING,
@@ -149,11 +158,12 @@ CHAT = Object(
     stream_options=STREAM_OPTIONS,
     return_token_ids=BOOLEAN,
     tools=Array(
-        Tagged(
+        maximum=MAX_TOOLS,
+        items=Tagged(
             {"function": Object(["function"], function=FUNCTION)},
             default="",  # some providers' own tools have none
             provider_kinds={},
-        )
+        ),
     ),
     tool_choice=tool_choice(Object(["function"], function=Object(["name"], name=NONEMPTY))),
     response_format=Tagged(
