@@ -134,7 +134,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     handlers: Handlers = app.state.gateway
     await asyncio.to_thread(_warm_up, handlers.deps.renderer)
     sweeper = asyncio.create_task(_sweep(handlers))
-    handlers.providers.start()
+    await handlers.providers.start()
     yield
     sweeper.cancel()
     await handlers.providers.close()

@@ -77,6 +77,15 @@ class ChatService:
         else:
             prompt = await self.large.run(client.large, self.render, request, memory, adapter)
             client.heading.prompt_tokens = len(prompt.ids)
+            # The rows hold the request, so what the model does not read must not be most of it.
+            most = _UNREAD_BYTES + _BYTES_PER_TOKEN * len(prompt.ids)
+            if client.size > most:
+                raise ApiError(
+                    413,
+                    f"the body has {client.size} bytes for a prompt of {len(prompt.ids)} tokens; up "
+                    f"to {most} are recorded: leave out what the model does not read",
+                    code="body_too_large",
+                )
             constraint = await self._constraints.of(request, opened=prompt.opened)
         if request.scored and not isinstance(sampler, PromptScorer):
             raise invalid(
@@ -84,15 +93,6 @@ class ChatService:
                 "echo with logprobs needs the log-probs of the prompt, which this sampler does not "
                 "give; send one of them",
                 code="unsupported_parameter",
-            )
-        # The rows hold the request, so what the model does not read must not be most of it.
-        most = _UNREAD_BYTES + _BYTES_PER_TOKEN * len(prompt.ids)
-        if request.prompt_ids is None and client.size > most:
-            raise ApiError(
-                413,
-                f"the body has {client.size} bytes for a prompt of {len(prompt.ids)} tokens; up to "
-                f"{most} are recorded: leave out what the model does not read",
-                code="body_too_large",
             )
         attempt = None if memory is None else memory.attempt
         rollout = {} if attempt is None else attempt.sampling or {}

@@ -1,7 +1,8 @@
 """Read requests of OpenAI's Responses API, and write its answers and events.
 
-LiteLLM translates a request to chat completions (translation.py). Nothing is stored between
-requests: a client sends the whole conversation each time. Does not know tokens.
+A request becomes one of chat completions: conversion.py, or translation.py for a provider's model.
+Nothing is stored between requests: a client sends the whole conversation each time. Does not know
+tokens.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from agentrl_proxy.errors import ApiError, Names, invalid
-from agentrl_proxy.protocols import translation
+from agentrl_proxy.protocols import conversion, translation
 from agentrl_proxy.protocols.chat import (
     FUNCTION,
     MAX_TOKENS,
@@ -119,7 +120,10 @@ def responses_as_chat(
         elif item.get("type") == "function_call_output" and item["call_id"] not in called:
             where = f"input[{i}].call_id"
             raise invalid(where, f"{where}: no function_call before it has this call_id")
-    chat = translation.chat_of_response(raw, provider_model)
+    if provider_model is None:
+        chat = conversion.chat_of_response(raw)
+    else:
+        chat = translation.chat_of_response(raw, provider_model)
     wanted = _WITH_LOGPROBS in (raw.get("include") or ())
     chat |= {
         "stream": raw.get("stream"),
