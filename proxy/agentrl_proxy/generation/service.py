@@ -82,8 +82,8 @@ class ChatService:
             if client.size > most:
                 raise ApiError(
                     413,
-                    f"the body has {client.size} bytes for a prompt of {len(prompt.ids)} tokens; up "
-                    f"to {most} are recorded: leave out what the model does not read",
+                    f"the body has {client.size} bytes for a prompt of {len(prompt.ids)} tokens; "
+                    f"up to {most} are recorded: leave out what the model does not read",
                     code="body_too_large",
                 )
             constraint = await self._constraints.of(request, opened=prompt.opened)

@@ -102,10 +102,10 @@ def _said(item: dict[str, Any]) -> Message:
             call = _call(item["call_id"], item["name"], item["arguments"])
             return {"role": "assistant", "content": None, "tool_calls": [call]}
         case "function_call_output":
-            content = _parts(item["output"])
+            content = _text(item["output"])
             return {"role": "tool", "tool_call_id": item["call_id"], "content": content}
         case _:
-            return {"role": item["role"], "content": _parts(item["content"])}
+            return {"role": item["role"], "content": _text(item["content"])}
 
 
 def _join(messages: list[Message], said: Message, thoughts: list[str]) -> None:
@@ -116,10 +116,7 @@ def _join(messages: list[Message], said: Message, thoughts: list[str]) -> None:
     elif calls := said.get("tool_calls"):
         last["tool_calls"] = [*last.get("tool_calls", ()), *calls]
     elif last.get("tool_calls"):
-        before = last["content"]
-        last["content"] = (
-            [*_blocks(before), *_blocks(said["content"])] if before else said["content"]
-        )
+        last["content"] = (last["content"] or "") + said["content"]
     else:
         messages.append(said)
 
@@ -139,16 +136,10 @@ def _thoughts(item: dict[str, Any]) -> list[str]:
     return []
 
 
-def _parts(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    return content if isinstance(content, str) else _blocks(content)
-
-
-def _blocks(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _text(content: str | list[dict[str, Any]]) -> str:
     if isinstance(content, str):
-        return [{"type": "text", "text": content}]
-    return [
-        {"type": "text", "text": one.get("text") or one.get("refusal") or ""} for one in content
-    ]
+        return content
+    return "".join(one.get("text") or one.get("refusal") or "" for one in content)
 
 
 # --- Messages

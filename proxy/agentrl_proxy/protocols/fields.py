@@ -27,8 +27,8 @@ Field: TypeAlias = "Value | Array | Object | Tagged | Either"
 LARGEST_INTEGER = 2**64 - 1  # orjson reads larger ones as floats
 MAX_DEPTH = 254  # orjson's limit; the chat template and the store take this much
 MAX_MARKS = 300_000
-"""Of ``,`` and, three times as dear, ``: [ {`` in a body, those in its texts included. Parsing takes
-0.1 us for each, and nothing else runs meanwhile."""
+"""Of ``,`` and, three times as dear, ``: [ {`` in a body, those in its texts included. Parsing
+takes 0.1 us for each, and nothing else runs meanwhile."""
 _DEAR = 3
 
 

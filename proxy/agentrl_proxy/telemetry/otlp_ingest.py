@@ -80,11 +80,11 @@ async def reward(
     value, key = fields.get("value"), headers.get("idempotency-key") or secrets.token_hex(16)
     named: dict[str, tuple[str, Any]] = {key: (fields.get("name") or REWARD_NAME, value)}
     if isinstance(value, dict):
+        if len(value) > _MAX_REWARDS:
+            raise invalid("value", f"value may have up to {_MAX_REWARDS} names; got {len(value)}")
         named = {f"{key}/{name}": (name, number) for name, number in value.items()}
     if not named or any("\0" in name for name, _ in named.values()):
         raise invalid("value", "value must be a number, or an object of numbers by name")
-    if len(named) > _MAX_REWARDS:
-        raise invalid("value", f"value may have up to {_MAX_REWARDS} names; got {len(named)}")
     for _, number in named.values():
         if type(number) not in (int, float) or not math.isfinite(number):
             raise invalid("value", f"value must be a finite number; got {shown(number)}")
