@@ -46,6 +46,20 @@ runs_app.command(
     name="show",
     help="Show a run's steps and calls, or the trace of one of its rollouts.",
 )
+runs_app.command(
+    "agentrl.cli.runs:verify_command",
+    name="verify",
+    help="Count a run's calls one by one, and compare them with its sums.",
+)
+
+
+def _keep_secrets(tokens: list[str]) -> None:
+    """Let agents of this user read neither memory nor arguments of a command that has keys."""
+    if tokens and tokens[0] in (*COMMANDS, "tinker-server"):
+        from agentrl.process_privacy import hide_arguments, hide_memory
+
+        hide_memory()
+        hide_arguments(tokens)
 
 
 def main() -> None:
@@ -62,6 +76,7 @@ def main() -> None:
 
             print_help(tokens[0], everything="--help-all" in tokens)
         else:
+            _keep_secrets(tokens)
             app(tokens, exit_on_error=False, print_error=False)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from agentrl.config.algorithm_options import AlgorithmSettings, table_of
 from agentrl.config.errors import ConfigError
 from agentrl.config.setting_names import flattened
+from agentrl_trainer.names import check_name
 
 if TYPE_CHECKING:
     from agentrl.config.commands import ModelCommand, TrainConfig
@@ -156,6 +157,9 @@ def check_models(config: ModelCommand) -> None:
         },
     )
     _refuse(
+        (re.search(r"--(api-key|hf-token)\b", vllm.args) is not None,
+         "sampler.vllm.args: a key must not be in the file: the server that is started needs no "
+         "--api-key, and reads a Hugging Face token from HF_TOKEN"),
         (runs and bool(vllm.python or vllm.args),
          "sampler.vllm.url: this server runs already; leave out python and args"),
         (config.model.load_in_4bit and config.sampler.kind == "vllm",
@@ -171,8 +175,10 @@ def check_models(config: ModelCommand) -> None:
                 raise ValueError(said)
     owner: dict[str, str] = {}
     for name, one in config.adapters.items():
-        if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-            raise ValueError(f"adapters.{name}: a name has letters, digits, - and _ only")
+        try:
+            check_name(name, dots=False)
+        except ValueError as error:
+            raise ValueError(f"adapters.{name}: {error}") from error
         if name == config.model.name:
             raise ValueError(f"adapters.{name}: this is the base model's name; choose another")
         for agent in one.agents or []:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from agentrl.config.secrets import check_variable
+from agentrl.config.secrets import check_store, check_url, check_variable
+from agentrl_trainer.names import check_name
 
 
 class Table(BaseModel):
@@ -45,10 +47,13 @@ def names_as_table(value: Any) -> Any:
 Variable = Annotated[
     str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$"), AfterValidator(check_variable)
 ]
+AdapterName = Annotated[str, AfterValidator(partial(check_name, dots=False))]
 Names = Annotated[list[str], BeforeValidator(from_names)]
 Count = Annotated[int, Field(ge=1)]
 Whole = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
-HttpUrl = Annotated[str, Field(pattern=r"^https?://\S+$")]
+HostName = Annotated[str, Field(pattern=r"^(\*|(\*\.)?[\w.-]+|[0-9A-Fa-f:]+)$")]
+HttpUrl = Annotated[str, Field(pattern=r"^https?://\S+$"), AfterValidator(check_url)]
+Store = Annotated[str, Field(min_length=1), AfterValidator(check_store)]

@@ -32,12 +32,12 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import SQLAlchemyError
 
 from agentrl.runner.agent_process.attempts import run_attempts
-from agentrl.runner.agent_process.environment import storage_folder
+from agentrl.runner.agent_process.environment import shared_owner, storage_folder
 from agentrl.runner.agent_process.external_python import become
 from agentrl.runner.processes import ForkedChild, adopt_orphans, kill_children
 from agentrl.runner.protocol import AttemptEnding, RunnerConfig, send
 from agentrl_tracer.schemas import AttemptState, CallState, Claim
-from agentrl_tracer.store import Store
+from agentrl_tracer.store import Store, StoreError
 
 logger = logging.getLogger("agentrl.runner")
 
@@ -75,6 +75,7 @@ class Worker:
         self._running: dict[str, _RunningAttempt] = {}
         self._process: ForkedChild | None = None
         self._attempts_left = 0  # that the process may still run
+        self._storages: list[str] = []  # owners of what frameworks store in the process
         self._busy_with = ""  # the attempt that a shared process last named as running
         self._stopping = False
         self._retiring = False
@@ -108,6 +109,7 @@ class Worker:
             self._tell_pool({"claimed": True})
             running = _RunningAttempt(claim, boot_id, time.monotonic() + config.timeout_s)
             self._running[claim.attempt_id] = running
+            self._storages.append(claim.attempt_id)
             try:
                 if self._process is None:
                     self._process = self._fork()
@@ -127,6 +129,7 @@ class Worker:
 
         process = ForkedChild(run, [self._control])
         self._attempts_left, self._busy_with = config.rollouts_per_process, ""
+        self._storages.append(shared_owner(config, process.pid))
         if config.python is not None:
             process.send(asdict(config))
         return process
@@ -220,6 +223,9 @@ class Worker:
         process, self._process = self._process, None
         code = process.kill() if process else 0
         kill_children()
+        for owner in self._storages:
+            shutil.rmtree(storage_folder(owner), ignore_errors=True)
+        self._storages.clear()
         return code
 
     def _finish(self, running: _RunningAttempt, ending: AttemptEnding) -> None:
@@ -232,7 +238,6 @@ class Worker:
             else:  # everything was flushed before the report: SIGKILL loses nothing
                 self._end_process()
         del self._running[claim.attempt_id]
-        shutil.rmtree(storage_folder(claim.attempt_id), ignore_errors=True)
         log = Path(self._config.log_of(claim))
         with contextlib.suppress(OSError):
             if not log.stat().st_size:
@@ -246,7 +251,7 @@ class Worker:
             try:
                 self._store.end_attempt(claim.attempt_id, state, error=error, log=log_path)
                 break
-            except (SQLAlchemyError, OSError) as failure:
+            except (StoreError, SQLAlchemyError, OSError) as failure:
                 logger.warning("ending attempt %s: %s", claim.attempt_id, failure)
                 time.sleep(_TICK_S)
         self._tell_pool({"ended": True, "modules": ending.modules})
@@ -278,7 +283,7 @@ class Worker:
         """Return None while the store is away (locked, restarting)."""
         try:
             return action(*args, **kwargs)
-        except (SQLAlchemyError, OSError) as error:
+        except (StoreError, SQLAlchemyError, OSError) as error:
             logger.warning("the store failed: %s", error)
             return None
 
@@ -359,7 +364,7 @@ def run_worker(config: RunnerConfig, index: int, control: socket.socket) -> NoRe
         adopt_orphans()
         # A store of its own, opened after the fork. Agent processes inherit its connection, but
         # never use it, and end without closing it.
-        Worker(config, Store(config.store), index, control).run()
+        Worker(config, Store(config.store, patience_s=0), index, control).run()
         code = 0
     except BaseException:
         logger.exception("runner %d failed", index)

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from agentrl.config.commands import EvalConfig, RunConfig, TrainConfig
-from agentrl.gateway.handle import GatewayHandle, secret_variables
+from agentrl.config.secrets import as_recorded, secret_variables, store_url
+from agentrl.gateway.handle import GatewayHandle
 from agentrl.gateway.process import GatewayPlan, import_gateway
 from agentrl.runner.pool_client import start_pool
 from agentrl.runner.protocol import RunnerConfig
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _POLL_S = 0.03
+_REST = 4  # times as long as a look at the rollouts took
 _LONGEST_POLL_S = 1.0  # while an adapter is being published
 _MAINTAIN_S = 0.5  # between looks for expired leases
 _REFUSED_S = 3.0  # before a refusal counts: a dying vLLM refuses too, and a shared folder may lag
@@ -67,7 +69,8 @@ class Session:
         self.folder = folder
         self.config = config
         self._training = training = config if isinstance(config, TrainConfig) else None
-        self.store = Store((training and training.run.store) or str(folder.store))
+        own = training and training.run.store
+        self.store = Store(store_url(own) if own else str(folder.store))
         self.run_id = self._register(kind)
         paths = dict(adapter_paths or {})
         log, max_rank = folder.logs / "vllm.log", training and training.learning.rank
@@ -100,14 +103,14 @@ class Session:
         config = self.config
         named = {"on_error", "on_timeout", "on_missing_reward", "max_attempts"}
         policies = Policies(**config.rollouts.model_dump(include=named))
-        settings = config.model_dump(mode="json")
+        settings = as_recorded(config.model_dump(mode="json"))
         if self.folder.config.exists():
             run_id = self.folder.run_id.read_text().strip()
             self.store.resume_run(run_id, settings, policies)
             self.store.cancel(run_id, "the run was resumed")
         else:
             run_id = self.store.create_run(self.folder.name, kind, settings, policies)
-            self.folder.run_id.write_text(run_id)
+            self.folder.write(self.folder.run_id, run_id)
         # Last: only a folder with a configuration can be resumed.
         self.folder.write_json(self.folder.config, settings)
         return run_id
@@ -139,7 +142,6 @@ class Session:
 
     def _start_runners(self) -> SupervisedProcess | RayPool:
         config = self.config
-        models = config.model_dump(mode="json")["models"]
         how = config.rollouts
         runners = RunnerConfig(
             store=self.store.url, gateway=self.gateway.url, run_id=self.run_id,
@@ -147,7 +149,7 @@ class Session:
             runners=how.runners, timeout_s=how.timeout, lease_s=how.lease,
             concurrency=how.concurrency, rollouts_per_process=how.rollouts_per_process,
             python=config.agent.python,
-            withheld=secret_variables(models, config.sampler.vllm.key_env),
+            withheld=secret_variables(config),
         )  # fmt: skip
         if config.rollouts.runners_on != "ray":
             return start_pool(runners)
@@ -184,9 +186,12 @@ class Session:
         waiting, gateway = Waiting(on_wait), self.gateway
         limit = _READY_TIMEOUT_S + (self._plan.vllm_wait or 0)
         while (health := gateway.health()) is None:
-            if gateway.could_not_start or gateway.restarts >= 2 or waiting.seconds > limit:
+            killed = (gateway.last_code or 0) < 0  # from outside, which starting again may outlive
+            tries = 10 if killed else 3
+            if gateway.could_not_start or gateway.deaths >= tries or waiting.seconds > limit:
                 raise RunError(
-                    f"the gateway does not start; the end of {gateway.log}:\n{gateway.log_tail()}"
+                    f"the gateway does not start (exit code {gateway.last_code}); the end of "
+                    f"{gateway.log}:\n{gateway.log_tail()}"
                 )
             waiting.still(
                 lambda: f"the gateway is starting ({waiting.seconds:.0f} s) {gateway.log_tail(1)}"
@@ -223,15 +228,17 @@ class Session:
             pause = min(2 * pause, _LONGEST_POLL_S)
 
     def execute(self, new: Sequence[NewRollout], on_progress: OnProgress) -> list[Rollout]:
-        """Run rollouts to their end, ahead of those already queued for later steps.
+        """Run rollouts of one step to their end, ahead of those queued for later steps.
 
         Raises:
             RunError: the runners or the gateway keep dying and no rollout finishes.
         """
         ids = self.store.enqueue(self.run_id, new, first=True)
+        purpose, step = new[0].purpose, new[0].step
 
         def check() -> tuple[int, int, bool]:
-            done = len(ids) - len(self.store.unfinished_ids(ids))
+            unfinished = self.store.unfinished_ids(self.run_id, purpose, since_step=step)
+            done = len(ids) - len(unfinished.intersection(ids))
             return done, len(ids), done == len(ids)
 
         self.wait(check, on_progress)
@@ -239,8 +246,8 @@ class Session:
 
     def skip_calls(self, rollout_ids: Sequence[str], reason: SkipReason) -> list[Call]:
         """Judge all calls of rollouts that no step trains on; return the calls."""
-        calls = self.store.calls(rollout_ids=rollout_ids)
-        self.store.settle(trained={}, skipped={call.id: reason for call in calls})
+        calls = self.store.calls(rollout_ids=rollout_ids, bodies=False)
+        self.store.settle(trained={}, skipped={call.id: reason for call in calls}, calls=calls)
         return calls
 
     def wait(self, check: CheckProgress, on_progress: OnProgress) -> None:
@@ -252,6 +259,7 @@ class Session:
         finished, restarts = -1, self._restarts()
         while True:
             self.maintain()
+            began = time.monotonic()
             done, total, enough = check()
             if done > finished:
                 finished, restarts = done, self._restarts()
@@ -263,7 +271,8 @@ class Session:
                     "gateway and runners keep dying and no rollout finishes; see "
                     f"{self.folder.logs}\n{self.gateway.log_tail()}\n{self.pool.log_tail(5)}"
                 )
-            time.sleep(_POLL_S)
+            # A look at 100,000 rollouts takes a while: rest for longer than that.
+            time.sleep(max(_POLL_S, _REST * (time.monotonic() - began)))
 
     def result(self, future: Future[T]) -> T:
         """Wait for a computation in another thread while runners work on later steps."""

@@ -12,6 +12,7 @@ from typing import Any
 
 Message = dict[str, Any]
 
+_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "seed")
 _FUNCTION = ("name", "description", "parameters", "strict")  # OpenAI's order
 
 
@@ -51,7 +52,6 @@ def chat_of_response(raw: dict[str, Any]) -> dict[str, Any]:
         "temperature": raw.get("temperature"),
         "top_p": raw.get("top_p"),
         "response_format": format,
-        "reasoning_effort": (raw.get("reasoning") or {}).get("effort"),
     }
     if tools:
         chat |= {"tools": tools, "tool_choice": choice}
@@ -77,7 +77,7 @@ def chat_of_messages(raw: dict[str, Any]) -> dict[str, Any]:
         "tools": tools or None,
         "tool_choice": chosen,
         "stop": raw.get("stop_sequences") or None,
-        **{name: raw.get(name) for name in ("max_tokens", "temperature", "top_p", "top_k")},
+        **{name: raw.get(name) for name in _SAMPLING},
     }
     return {name: value for name, value in chat.items() if value is not None}
 

@@ -10,7 +10,7 @@ from typing import ParamSpec, TypeVar
 _P, _T = ParamSpec("_P"), TypeVar("_T")
 
 _LARGE_BYTES = 32 * 1024
-_MANY_OBJECTS = 256  # messages, tools, parts
+_MANY_OBJECTS = 128  # messages, tools, parts
 
 
 def is_large(body: bytes) -> bool:
