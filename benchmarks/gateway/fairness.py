@@ -39,7 +39,8 @@ def hostile_rollout(who: Agentrl, kinds: Sequence[str], pause: float) -> Iterato
             [sys.executable, str(HERE / "hostile.py"), *kinds],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         ) as sender:  # fmt: skip
-            assert sender.stdin is not None and sender.stdout is not None
+            assert sender.stdin is not None
+            assert sender.stdout is not None
             sender.stdin.write(json.dumps(cell) + "\n")
             sender.stdin.flush()
             assert sender.stdout.readline() == "ready\n"

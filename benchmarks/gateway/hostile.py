@@ -20,7 +20,6 @@ from collections.abc import Callable
 from typing import Any
 
 LIMIT = 8 * 2**20 - 4096  # of a body for our own model
-LIMIT_OF_ALL = 32 * 2**20 - 4096  # of any body
 
 _WORDS = "The quick brown fox is 42 years old, and jumps; over the lazy dog's back.\n"
 
@@ -70,78 +69,82 @@ def _spans(count: int) -> bytes:
     return json.dumps({"resourceSpans": [{"scopeSpans": [scope]}]}).encode()
 
 
-def _pressed(body: bytes) -> bytes:
-    return gzip.compress(body, 1)
+def _rewards(count: int) -> bytes:
+    return json.dumps({"value": {f"{i}": 1 for i in range(count)}}).encode()
 
 
 def _text(size: int) -> str:
     return (_WORDS * (size // len(_WORDS) + 1))[:size]
 
 
-KINDS: dict[str, tuple[str, Callable[[], bytes]]] = {
-    "text, 20 kB": ("chat/completions", lambda: _chat(_text(20_000))),
-    "text, 1 MB": ("chat/completions", lambda: _chat(_text(10**6))),
-    "text, 8 MiB": ("chat/completions", lambda: _chat(_text(7 * 2**20))),
-    "text, 32 MiB": ("chat/completions", lambda: _chat(_text(30 * 2**20))),
-    "one letter": ("chat/completions", lambda: _chat("a" * LIMIT)[:-1] + b"}"),
-    "spaces": ("chat/completions", lambda: _chat(" " * (LIMIT - 200))),
-    "line ends": ("chat/completions", lambda: _chat("\n" * (LIMIT // 2 - 200))),
-    "special tokens": ("chat/completions", lambda: _chat("<|im_end|>" * 800_000)),
-    "escapes": ("chat/completions", lambda: _chat("\u4e2d" * (LIMIT // 6 - 200))),
-    "messages, 4096": ("chat/completions", lambda: _chat(messages=_talk(4095))),
-    "messages, 100,000": ("chat/completions", lambda: _chat(messages=_talk(100_000))),
-    "tools, 1024": ("chat/completions", lambda: _chat(tools=_tools(1024))),
-    "tools, 40,000": ("chat/completions", lambda: _chat(tools=_tools(40_000))),
-    "a tool of 8 MiB": (
-        "chat/completions",
-        lambda: _chat(tools=[{"type": "function", "function": {"name": "f", "description":
-                                                               "d" * (LIMIT - 500)}}]),
-    ),
-    "grammar, 5,000 fields": ("chat/completions", lambda: _format(_schema(5000))),
-    "grammar, 50,000 fields": ("chat/completions", lambda: _format(_schema(50_000))),
-    "grammar, values": ("chat/completions",
-                        lambda: _format({"enum": [f"v{i}" for i in range(100_000)]})),
-    "pattern": ("chat/completions",
-                lambda: _format({"type": "string", "pattern": "^((a|b|c){1,1000}){1,1000}$"})),
-    "depth": ("chat/completions", lambda: b"[" * LIMIT),
-    "keys": ("chat/completions", lambda: _chat(metadata={f"k{i}": 1 for i in range(120_000)})),
-    "a million keys": ("chat/completions",
-                       lambda: _chat(metadata={f"{i}": 1 for i in range(700_000)})),
-    "lists": ("chat/completions", lambda: b'{"model": [' + b"[]," * 2_500_000 + b"[]]}"),
-    "a list as the model": ("chat/completions", lambda: b'{"model": [' + b"1," * 250_000 + b"1]}"),
-    "junk": ("chat/completions", lambda: _chat(junk="j" * (LIMIT - 200))),
-    "junk, 128 choices": ("chat/completions", lambda: _chat(junk="j" * (2**18 - 200), n=128)),
-    "stop": ("chat/completions", lambda: _chat(stop=["s" * (LIMIT // 16 - 50)] * 16)),
-    "biases": ("chat/completions",
-               lambda: _chat(logit_bias={str(i): 1 for i in range(140_000)})),
-    "parts": ("chat/completions",
-              lambda: _chat(messages=[{"role": "user", "content":
-                                       [{"type": "text", "text": "a"}] * 55_000}])),
-    "images": ("chat/completions",
-               lambda: _chat(messages=[{"role": "user", "content": [
-                   {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * (LIMIT - 500)}}]}])),
-    "arguments": ("chat/completions",
-                  lambda: _chat(messages=[{"role": "user", "content": "x"}, {
-                      "role": "assistant", "content": None, "tool_calls": [{
-                          "id": "c", "type": "function", "function": {
-                              "name": "f", "arguments": '{"a": "' + "b" * (2**20 - 50) + '"}'}}]}])),
+def _user(content: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}]
+
+
+def _arguments(text: str) -> list[dict[str, Any]]:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": text}}
+    return [*_user("x"), {"role": "assistant", "content": None, "tool_calls": [call]}]
+
+
+def _picture(size: int) -> list[dict[str, Any]]:
+    return [{"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * size}}]
+
+
+def _function(**more: Any) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": "f", **more}}]
+
+
+def _claude(messages: list[dict[str, Any]]) -> bytes:
+    return json.dumps({"model": "policy", "max_tokens": 4, "messages": messages}).encode()
+
+
+_CHAT: dict[str, Callable[[], bytes]] = {
+    "text, 20 kB": lambda: _chat(_text(20_000)),
+    "text, 1 MB": lambda: _chat(_text(10**6)),
+    "text, 8 MiB": lambda: _chat(_text(7 * 2**20)),
+    "text, 32 MiB": lambda: _chat(_text(30 * 2**20)),
+    "one letter": lambda: _chat("a" * (LIMIT - 200)),
+    "spaces": lambda: _chat(" " * (LIMIT - 200)),
+    "line ends": lambda: _chat("\n" * (LIMIT // 2 - 200)),
+    "special tokens": lambda: _chat("<|im_end|>" * 800_000),
+    "escapes": lambda: _chat("\u4e2d" * (LIMIT // 6 - 200)),
+    "messages, 4096": lambda: _chat(messages=_talk(4095)),
+    "messages, 100,000": lambda: _chat(messages=_talk(100_000)),
+    "tools, 1024": lambda: _chat(tools=_tools(1024)),
+    "tools, 40,000": lambda: _chat(tools=_tools(40_000)),
+    "a tool of 8 MiB": lambda: _chat(tools=_function(description="d" * (LIMIT - 500))),
+    "grammar, 1,000 fields": lambda: _format(_schema(1000)),
+    "grammar, 50,000 fields": lambda: _format(_schema(50_000)),
+    "grammar, values": lambda: _format({"enum": [f"v{i}" for i in range(5_000)]}),
+    "pattern": lambda: _format({"type": "string", "pattern": "^((a|b|c){1,1000}){1,1000}$"}),
+    "depth": lambda: b"[" * LIMIT,
+    "keys": lambda: _chat(metadata={f"k{i}": 1 for i in range(70_000)}),
+    "a million keys": lambda: _chat(metadata={f"{i}": 1 for i in range(700_000)}),
+    "lists": lambda: b'{"model": [' + b"[]," * 2_500_000 + b"[]]}",
+    "a list as the model": lambda: b'{"model": [' + b"1," * 250_000 + b"1]}",
+    "junk": lambda: _chat(junk="j" * (LIMIT - 200)),
+    "junk, 128 choices": lambda: _chat(junk="j" * 60_000, n=128),
+    "stop": lambda: _chat(stop=["s" * (LIMIT // 16 - 50)] * 16),
+    "biases": lambda: _chat(logit_bias={str(i): 1 for i in range(70_000)}),
+    "parts": lambda: _chat(messages=_user([{"type": "text", "text": "a"}] * 25_000)),
+    "images": lambda: _chat(messages=_user(_picture(LIMIT - 500))),
+    "arguments": lambda: _chat(messages=_arguments('{"a": "' + "b" * (2**20 - 50) + '"}')),
+    "pressed": lambda: gzip.compress(_chat("a" * LIMIT), 1),
+    "a bomb": lambda: gzip.compress(b" " * (2**30), 1),
+}
+_OTHERS: dict[str, tuple[str, Callable[[], bytes]]] = {
     "prompt ids": ("completions", lambda: _completion([5] * 290_000)),
     "prompts": ("completions", lambda: _completion([_text(60_000)] * 128)),
     "prompts, 100,000": ("completions", lambda: _completion(["a"] * 100_000)),
     "input items": ("responses", lambda: _response(_talk(4095))),
     "input text": ("responses", lambda: _response(_text(7 * 2**20))),
-    "Messages": ("messages",
-                 lambda: json.dumps({"model": "policy", "max_tokens": 4,
-                                     "messages": _talk(4095)}).encode()),
-    "count_tokens": ("messages/count_tokens",
-                     lambda: json.dumps({"model": "policy", "messages": [
-                         {"role": "user", "content": _text(7 * 2**20)}]}).encode()),
+    "Messages": ("messages", lambda: _claude(_talk(4095))),
+    "count_tokens": ("messages/count_tokens", lambda: _claude(_user(_text(7 * 2**20)))),
     "spans, 9,000": ("traces", lambda: _spans(9_000)),
     "spans, 25,000": ("traces", lambda: _spans(25_000)),
-    "zeros, pressed": ("chat/completions", lambda: _pressed(_chat("a" * LIMIT))),
-    "a bomb": ("chat/completions", lambda: _pressed(b" " * (2**30))),
-    "rewards": ("rewards", lambda: json.dumps({"value": dict.fromkeys(map(str, range(60_000)), 1)}).encode()),
-}  # fmt: skip
+    "rewards": ("rewards", lambda: _rewards(70_000)),
+}
+KINDS = {kind: ("chat/completions", body) for kind, body in _CHAT.items()} | _OTHERS
 
 
 def main(kinds: list[str]) -> None:
