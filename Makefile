@@ -11,7 +11,7 @@ DEMO_RUN ?= hello
 PYTEST ?= -n 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help demo examples test check docs site packages clients vllm tinker trackers \
-	litellm-proxy mutations lock clean
+	litellm-proxy mutations chaos lock clean
 .DEFAULT_GOAL := help
 
 help:
@@ -27,6 +27,7 @@ help:
 	@echo "make clients    clients of other versions, from npm and PyPI"
 	@echo "make vllm tinker trackers litellm-proxy   need another environment: see CONTRIBUTING.md"
 	@echo "make mutations  remove 40 rules one by one; each removal must fail a test"
+	@echo "make chaos      kill processes of runs at random, KILLS=100 of each kind; check the books"
 
 demo: $(VENV)/.runtime
 	@rm -rf runs/$(DEMO_RUN)
@@ -58,6 +59,9 @@ clients vllm tinker trackers litellm-proxy: $(VENV)/.dev
 
 mutations: $(VENV)/.dev
 	@$(BIN)/python scripts/mutations.py $(RULES)
+
+chaos: $(VENV)/.dev
+	@$(BIN)/python scripts/chaos.py --kills $(or $(KILLS),100)
 
 $(VENV)/.torch:
 	@echo "making $(VENV) ..."

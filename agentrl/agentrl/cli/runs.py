@@ -10,6 +10,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from agentrl.config.errors import ConfigError
+from agentrl.config.secrets import store_url
 from agentrl.config.setting_names import recorded
 from agentrl.console.output import console
 from agentrl.console.report import Metrics, runs_table, show_run, show_verified
@@ -72,4 +73,4 @@ def verify_command(
 def _store_of(folder: RunFolder) -> Store:
     config = folder.read_config()
     shared = recorded(config, "run.store", config.get("store"))  # flat in earlier versions
-    return Store(shared or str(folder.store))
+    return Store(store_url(shared or str(folder.store)))

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from agentrl.config.commands import TrainConfig
 from agentrl.config.errors import ConfigError
+from agentrl.config.secrets import as_recorded, store_url, without_variables
 from agentrl.config.setting_names import flattened
 from agentrl.runs.folder import RunFolder
 from agentrl_tracer.schemas import Json
@@ -44,7 +45,10 @@ def check_resume(
     Raises:
         ConfigError: the run's weights, optimizer or records depend on a changed setting.
     """
-    was, now = flattened(folder.read_config()), flattened(config.model_dump(mode="json"))
+    was, now = (
+        flattened(as_recorded(folder.read_config())),
+        flattened(as_recorded(config.model_dump(mode="json"))),
+    )
     for name, why in _STATE.items():
         before, after = _compared(name, was), _compared(name, now)
         if not _same(name, before, after):
@@ -52,7 +56,7 @@ def check_resume(
                 name = "model.adapter"
             raise _refusal(folder, name, f"{_shown(before)}, not {_shown(after)}", why)
     # Earlier rollouts name their task by its place in the file.
-    with contextlib.closing(Store(config.run.store or str(folder.store))) as store:
+    with contextlib.closing(Store(store_url(config.run.store or str(folder.store)))) as store:
         run_id = folder.run_id.read_text().strip()
         stored = {split: store.tasks(run_id, split) for split in ("train", "eval")}
     for name, before, given in (
@@ -85,8 +89,10 @@ def _same(name: str, before: Any, after: Any) -> bool:
     if name == "model.name" and before != after:
         here, there = Path(before).expanduser(), Path(after).expanduser()
         return here.is_dir() and there.is_dir() and here.samefile(there)
-    if name == "run.store" and before and after and "://" not in before:
-        return Path(before).absolute() == Path(after).absolute()
+    if name == "run.store" and before and after:
+        if "://" not in before:
+            return Path(before).absolute() == Path(after).absolute()
+        return without_variables(before) == without_variables(after)  # the same but its password
     if name == "algorithm.estimator" and "gae" not in (before, after):
         return True
     return before == after

@@ -135,7 +135,7 @@ class Database:
             yield
             return
         # Opened for each turn: flock tells open files apart, not threads.
-        file = os.open(self._queue, os.O_RDWR | os.O_CREAT, 0o644)
+        file = os.open(self._queue, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             self._lock(file)
             yield
@@ -317,6 +317,8 @@ class Database:
         """Bring the schema to ``HEAD``; a new file gets its folder."""
         if file:
             Path(file).parent.mkdir(parents=True, exist_ok=True)
+            with suppress(OSError):  # SQLite says what is wrong; its log gets the same mode
+                os.close(os.open(file, os.O_RDWR | os.O_CREAT, 0o600))
         with self.read() as connection:
             if _revision(connection) == HEAD:
                 return  # usually: one query
