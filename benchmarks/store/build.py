@@ -68,7 +68,7 @@ def _judge(store: Store, run_id: str, ids: list[str], step: int) -> None:
     """Three of four calls train."""
     names = [f"{rollout_id}-{i}" for rollout_id in ids for i in range(CALLS)]
     trained = {name: step for at, name in enumerate(names) if at % 4}
-    skipped = {name: SkipReason.ZERO_ADVANTAGE for name in names[::4]}
+    skipped = dict.fromkeys(names[::4], SkipReason.ZERO_ADVANTAGE)
     if not hasattr(store, "verify"):  # an earlier version
         store.settle(trained=trained, skipped=skipped)
         return

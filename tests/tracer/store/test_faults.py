@@ -34,7 +34,6 @@ from agentrl_tracer.schemas import (
 from agentrl_tracer.store import Store, StoreError, database, faults, tables
 from agentrl_tracer.store.writer import TraceWriter
 
-
 # psycopg's warning of an unclosed connection: it does not close one that is broken.
 broken_connections = pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning"

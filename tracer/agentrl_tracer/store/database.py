@@ -211,11 +211,15 @@ class Database:
         return column.in_(sa.select(listed.c.value))
 
     def fetch(self, query: sa.Executable, parameters: Any = None) -> Sequence[sa.RowMapping]:
+        """Return all rows of one query, by column."""
+        return [row._mapping for row in self.fetch_rows(query, parameters)]
+
+    def fetch_rows(self, query: sa.Executable, parameters: Any = None) -> Sequence[sa.Row[Any]]:
         """Return all rows of one query."""
 
-        def attempt() -> Sequence[sa.RowMapping]:
+        def attempt() -> Sequence[sa.Row[Any]]:
             with self.read() as connection:
-                return connection.execute(query, parameters).mappings().all()
+                return connection.execute(query, parameters).all()
 
         return self.patiently(attempt)
 
