@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from sqlalchemy.exc import SQLAlchemyError
+
 from agentrl.config.commands import EvalConfig, RunConfig, TrainConfig
+from agentrl.console.output import stderr
 from agentrl.gateway.handle import GatewayHandle, secret_variables
 from agentrl.gateway.process import GatewayPlan, import_gateway
 from agentrl.runner.pool_client import start_pool
@@ -32,6 +37,7 @@ T = TypeVar("T")
 _POLL_S = 0.03
 _LONGEST_POLL_S = 1.0  # while an adapter is being published
 _MAINTAIN_S = 0.5  # between looks for expired leases
+_BEAT_S = 10.0
 _REFUSED_S = 3.0  # before a refusal counts: a dying vLLM refuses too, and a shared folder may lag
 _READY_TIMEOUT_S = 600.0  # a large model takes minutes to load
 _HOPELESS_RESTARTS = 5  # restarts in a row without anything getting done
@@ -94,6 +100,8 @@ class Session:
         self.gateway: GatewayHandle
         self.pool: SupervisedProcess | RayPool
         self._next_maintenance = 0.0
+        self._ended = threading.Event()
+        self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
     def _register(self, kind: str) -> str:
         """Return the run's id, new or as the folder has it, and store its settings."""
@@ -107,6 +115,7 @@ class Session:
             self.store.cancel(run_id, "the run was resumed")
         else:
             run_id = self.store.create_run(self.folder.name, kind, settings, policies)
+            self.folder.started_in.write_text(os.getcwd())
             self.folder.run_id.write_text(run_id)
         # Last: only a folder with a configuration can be resumed.
         self.folder.write_json(self.folder.config, settings)
@@ -130,6 +139,7 @@ class Session:
             self.gateway.start()
             # After the gateway, which may be forked: supervision starts a thread.
             self.pool.supervise()
+            self._heart.start()
             if self._vllm:
                 self._vllm.start()
         except BaseException:
@@ -155,19 +165,31 @@ class Session:
 
         return RayPool(runners, self._training and self._training.gateway.host)
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is not None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is not None:
+            interrupted = isinstance(error, KeyboardInterrupt)
+            if interrupted:
+                stderr.print("agents and gateway are being stopped; another signal ends at once")
             with contextlib.suppress(Exception):  # the first error is the one to tell
-                self.store.end_run(self.run_id, "failed")
+                self.store.end_run(self.run_id, "interrupted" if interrupted else "failed")
         self._stop()
 
     def _stop(self) -> None:
+        self._ended.set()
         try:
             self.pool.stop()
         finally:  # after the runners, which ask for the gateway's health
+            if self._vllm:
+                self._vllm.begin_stop()
             self.gateway.stop()
             if self._vllm:
                 self._vllm.stop()
+
+    def _beat(self) -> None:
+        """Tell other machines that this process lives, see ``runs.state``."""
+        while not self._ended.wait(_BEAT_S):
+            with contextlib.suppress(SQLAlchemyError):  # the store is away: others see none, too
+                self.store.beat(self.run_id)
 
     def wait_ready(self, on_wait: Callable[[str], object]) -> dict[str, Any]:
         """Wait for the gateway, and return its health.
