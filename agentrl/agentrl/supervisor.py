@@ -99,6 +99,10 @@ class SupervisedProcess:
         self._thread.start()
         return self
 
+    def let_end(self) -> None:
+        """Do not start the process again when it ends: the system may end all of ours at once."""
+        self._stopping.set()
+
     def begin_stop(self) -> None:
         """Send SIGTERM, without waiting for the end."""
         self._stopping.set()

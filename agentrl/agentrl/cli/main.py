@@ -22,6 +22,7 @@ app = App(
     help="Reinforcement learning for the agent you already have.",
     version=__version__,
     default_parameter=Parameter(negative=()),
+    suppress_keyboard_interrupt=False,
 )
 runs_app = App(name="runs", help="Look at earlier runs.")
 _COMMANDS = {

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 from agentrl.config.errors import ConfigError
 from agentrl.console.output import print_line
+from agentrl.interrupts import end_in_order
 
 
 def tinker_server_command(
@@ -34,4 +36,6 @@ def tinker_server_command(
         f"Run your scripts with\n\nTINKER_BASE_URL=http://{host}:{port} TINKER_API_KEY=tml-local\n"
     )
     app = create_app(folder, list(models) or ["agentrl-tiny"])
-    uvicorn.run(app, host=host, port=port, log_level="warning")
+    end_in_order()
+    with contextlib.suppress(KeyboardInterrupt):  # told to stop, a server has done its work
+        uvicorn.run(app, host=host, port=port, log_level="warning")

@@ -13,8 +13,6 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from sqlalchemy.exc import SQLAlchemyError
-
 from agentrl.config.commands import EvalConfig, RunConfig, TrainConfig
 from agentrl.console.output import stderr
 from agentrl.gateway.handle import GatewayHandle, secret_variables
@@ -27,7 +25,7 @@ from agentrl.supervisor import SupervisedProcess
 from agentrl.timing import Waiting
 from agentrl.training.rollout_queue import CheckProgress, OnProgress
 from agentrl_tracer.schemas import Call, NewRollout, Policies, Rollout, SkipReason
-from agentrl_tracer.store import Store
+from agentrl_tracer.store import Store, StoreError
 
 if TYPE_CHECKING:
     from agentrl.runner.ray import RayPool
@@ -143,8 +141,8 @@ class Session:
             self._heart.start()
             if self._vllm:
                 self._vllm.start()
-        except BaseException:
-            self._stop()
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
             raise
         return self
 
@@ -167,16 +165,19 @@ class Session:
         return RayPool(runners, self._training and self._training.gateway.host)
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if error is not None:
-            interrupted = isinstance(error, KeyboardInterrupt)
-            if interrupted:
-                stderr.print("agents and gateway are being stopped; another signal ends at once")
-            with contextlib.suppress(Exception):  # the first error is the one to tell
-                self.store.end_run(self.run_id, "interrupted" if interrupted else "failed")
-        self._stop()
+        interrupted = isinstance(error, KeyboardInterrupt)
+        if interrupted:
+            stderr.print("agents and gateway are being stopped; another signal ends at once")
+        try:
+            self._stop()
+        finally:
+            if error is not None:
+                with contextlib.suppress(Exception):  # the first error is the one to tell
+                    self.store.end_run(self.run_id, "interrupted" if interrupted else "failed")
 
     def _stop(self) -> None:
         self._ended.set()
+        self.gateway.let_end()
         try:
             self.pool.stop()
         finally:  # after the runners, which ask for the gateway's health
@@ -187,10 +188,14 @@ class Session:
                 self._vllm.stop()
 
     def _beat(self) -> None:
-        """Tell other machines that this process lives, see ``runs.state``."""
+        """Tell other machines that this process lives."""
         while not self._ended.wait(_BEAT_S):
-            with contextlib.suppress(SQLAlchemyError):  # the store is away: others see none, too
-                self.store.beat(self.run_id)
+            # Without patience: the run itself says that the store is away.
+            with (
+                contextlib.suppress(StoreError),
+                contextlib.closing(Store(self.store.url, patience_s=0)) as store,
+            ):
+                store.beat(self.run_id)
 
     def wait_ready(self, on_wait: Callable[[str], object]) -> dict[str, Any]:
         """Wait for the gateway, and return its health.
