@@ -17,6 +17,8 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Self
 
+from agentrl.process_privacy import open_private
+
 logger = logging.getLogger("agentrl")
 
 _FIRST_DELAY_S = 0.1
@@ -72,6 +74,8 @@ class SupervisedProcess:
 
     def __post_init__(self) -> None:
         self._stopping = threading.Event()
+        self._umask = os.umask(0o077)  # the user's, though a restart may come within private_files
+        os.umask(self._umask)
         self._process: subprocess.Popen[bytes] | ForkProcess
         name = f"supervise-{self.name}"
         self._thread = threading.Thread(target=self._watch, name=name, daemon=True)
@@ -129,13 +133,14 @@ class SupervisedProcess:
         return ""
 
     def _execute(self) -> subprocess.Popen[bytes]:
-        with contextlib.nullcontext() if self.log is None else self.log.open("ab") as log:
+        with contextlib.nullcontext() if self.log is None else open_private(self.log) as log:
             process = subprocess.Popen(
                 self.argv,
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
                 env=self.env,
+                umask=self._umask,
                 pass_fds=self.pass_fds,
                 start_new_session=True,  # Ctrl-C in the terminal reaches the supervisor only
             )
@@ -164,6 +169,14 @@ class SupervisedProcess:
             self._process = self._execute()
             if self._stopping.is_set():  # stop() may have seen the previous process
                 self._process.kill()
+
+
+def first_line(descriptor: int) -> bytes:
+    """Return what ``SupervisedProcess`` writes first: a line, after which nothing follows."""
+    line = b""
+    while not line.endswith(b"\n") and (part := os.read(descriptor, 65536)):
+        line += part
+    return line
 
 
 def end_with_parent() -> None:
@@ -196,7 +209,7 @@ def _run_forked(main: Callable[[], None], log: Path | None) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # their handlers are of the parent's command
         signal.signal(number, signal.SIG_DFL)
     if log is not None:
-        with log.open("ab") as output:
+        with open_private(log) as output:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
     for inherited in (logging.getLogger(), logger):

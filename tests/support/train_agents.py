@@ -56,16 +56,20 @@ def slow(task: dict[str, Any]) -> None:
 
 
 def troubled(task: dict[str, Any]) -> None:
-    """Fails in many ways: raises, forgets the reward, calls another model, rewards nothing."""
+    """Fails in many ways: raises, forgets the reward, calls another model, rewards nothing,
+    never asks."""
     n = task["n"]
-    text = ask(n)
-    if n % 5 == 0:
-        raise RuntimeError(f"cannot cope with {n}")
-    if n % 5 == 1:
+    if n % 6 == 5:
+        emit_reward(100.0)
         return
-    if n % 5 == 2:
+    text = ask(n)
+    if n % 6 == 0:
+        raise RuntimeError(f"cannot cope with {n}")
+    if n % 6 == 1:
+        return
+    if n % 6 == 2:
         ask(n, model="agentrl-tiny")
-    if n % 5 == 3:
+    if n % 6 == 3:
         emit_reward(0.0)
         return
     emit_reward(len(text) / 10)

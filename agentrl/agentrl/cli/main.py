@@ -55,6 +55,15 @@ runs_app.command(
 )
 
 
+def _keep_secrets(tokens: list[str]) -> None:
+    """Let agents of this user read neither memory nor arguments of a command that has keys."""
+    if tokens and tokens[0] in (*COMMANDS, "tinker-server"):
+        from agentrl.process_privacy import hide_arguments, hide_memory
+
+        hide_memory()
+        hide_arguments(tokens)
+
+
 def main() -> None:
     """Run the command of ``sys.argv``.
 
@@ -72,6 +81,7 @@ def main() -> None:
 
             print_help(tokens[0], everything="--help-all" in tokens)
         else:
+            _keep_secrets(tokens)
             app(tokens, exit_on_error=False, print_error=False)
     except Interrupted as ended:
         end_at_once(ended.code, f"ended by {ended}")  # a thread may compute for minutes yet

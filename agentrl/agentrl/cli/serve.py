@@ -10,6 +10,7 @@ from agentrl.cli import Tokens
 from agentrl.config.commands import ServeConfig
 from agentrl.config.errors import ConfigError
 from agentrl.config.loading import load
+from agentrl.config.secrets import store_url
 from agentrl.console.output import console, print_line
 from agentrl.gateway.handle import GatewayHandle
 from agentrl.gateway.process import GatewayPlan
@@ -40,7 +41,7 @@ def serve_command(*tokens: Tokens) -> None:
         f"curl {url}/v1/chat/completions{key} -H 'content-type: application/json' "
         f"-d '{json.dumps(body)}'\n"
     )
-    store = config.run.store
+    store = store_url(config.run.store)
     log = Path("vllm.log") if "://" in store else Path(f"{store}.vllm.log")
     vllm = planned_server(config, log, max_rank=None, adapters=adapters.values())
     plan = GatewayPlan.of(

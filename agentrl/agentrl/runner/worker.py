@@ -32,7 +32,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import SQLAlchemyError
 
 from agentrl.runner.agent_process.attempts import run_attempts
-from agentrl.runner.agent_process.environment import storage_folder
+from agentrl.runner.agent_process.environment import shared_owner, storage_folder
 from agentrl.runner.agent_process.external_python import become
 from agentrl.runner.processes import ForkedChild, adopt_orphans, kill_children
 from agentrl.runner.protocol import AttemptEnding, RunnerConfig, send
@@ -75,6 +75,7 @@ class Worker:
         self._running: dict[str, _RunningAttempt] = {}
         self._process: ForkedChild | None = None
         self._attempts_left = 0  # that the process may still run
+        self._storages: list[str] = []  # owners of what frameworks store in the process
         self._busy_with = ""  # the attempt that a shared process last named as running
         self._stopping = False
         self._retiring = False
@@ -108,6 +109,7 @@ class Worker:
             self._tell_pool({"claimed": True})
             running = _RunningAttempt(claim, boot_id, time.monotonic() + config.timeout_s)
             self._running[claim.attempt_id] = running
+            self._storages.append(claim.attempt_id)
             try:
                 if self._process is None:
                     self._process = self._fork()
@@ -127,6 +129,7 @@ class Worker:
 
         process = ForkedChild(run, [self._control])
         self._attempts_left, self._busy_with = config.rollouts_per_process, ""
+        self._storages.append(shared_owner(config, process.pid))
         if config.python is not None:
             process.send(asdict(config))
         return process
@@ -220,6 +223,9 @@ class Worker:
         process, self._process = self._process, None
         code = process.kill() if process else 0
         kill_children()
+        for owner in self._storages:
+            shutil.rmtree(storage_folder(owner), ignore_errors=True)
+        self._storages.clear()
         return code
 
     def _finish(self, running: _RunningAttempt, ending: AttemptEnding) -> None:
@@ -232,7 +238,6 @@ class Worker:
             else:  # everything was flushed before the report: SIGKILL loses nothing
                 self._end_process()
         del self._running[claim.attempt_id]
-        shutil.rmtree(storage_folder(claim.attempt_id), ignore_errors=True)
         log = Path(self._config.log_of(claim))
         with contextlib.suppress(OSError):
             if not log.stat().st_size:

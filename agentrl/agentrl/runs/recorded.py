@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from agentrl.config.errors import ConfigError
+from agentrl.config.secrets import store_url
 from agentrl.config.setting_names import recorded
 from agentrl.runs.folder import RunFolder
 from agentrl_tracer.schemas import Json
@@ -40,7 +41,7 @@ def open_store(folder: RunFolder, patience_s: float = PATIENCE_S) -> tuple[Store
     """
     config, run_id = folder.read_config(), folder.run_id.read_text().strip()
     shared: str | None = recorded(config, "run.store", config.get("store"))  # once flat
-    url = shared or str(folder.store)
+    url = store_url(shared) if shared else str(folder.store)
     if "://" not in url:
         start = folder.started_in.read_text() if folder.started_in.is_file() else ""
         url = str(Path(start, url) if Path(start).is_dir() else Path(url))
@@ -50,8 +51,8 @@ def open_store(folder: RunFolder, patience_s: float = PATIENCE_S) -> tuple[Store
             return store, found[0]
         store.close()
     raise ConfigError(
-        f"run.store: the store {url} is not there, or does not hold the run {run_id} of "
-        f"{folder.root}; bring it back, with the files -wal and -shm beside it"
+        f"run.store: the store {shared or folder.store} is not there, or does not hold the run "
+        f"{run_id} of {folder.root}; bring it back, with the files -wal and -shm beside it"
     )
 
 

@@ -23,6 +23,7 @@ from agentrl.config.checks import greedy_note
 from agentrl.config.commands import TrainConfig
 from agentrl.config.loading import steps_of
 from agentrl.console.live import TrainDisplay
+from agentrl.process_privacy import private_files
 from agentrl.runs.folder import strict
 from agentrl.runs.metric_names import REWARD
 from agentrl.runs.summary import Summary
@@ -47,6 +48,7 @@ from agentrl_trainer.learner.step_stats import StepStats
 T = TypeVar("T")
 
 
+@private_files()
 def train(run: TrainingRun) -> Summary:
     """Train to the end.
 
@@ -146,6 +148,8 @@ def publish(run: TrainingRun, step: int) -> None:
     for name, client in run.clients.items():
         saved = client.save_weights_for_sampler(run.folder.adapter_version(name, step))
         run.saved[name] = run.result(saved).path
+        adapter = run.folder.adapter_version(name, step)
+        run.folder.share_adapter(adapter, run.config.run.adapter_readers)
     run.load_published(step)
 
 

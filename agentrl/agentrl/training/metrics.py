@@ -12,6 +12,7 @@ from agentrl.timing import PhaseTimer
 from agentrl.training.rollout_queue import StepRollouts, seconds_of_running
 from agentrl.training.session import RunError
 from agentrl.training.staleness import StalenessLimit
+from agentrl.training.unasked import note_unasked
 from agentrl_tracer.schemas import AttemptState, Call, Outcomes, Rollout, RolloutState
 from agentrl_trainer.data.adapter_split import AdapterBatches
 from agentrl_trainer.data.batch_assembly import StepBatch
@@ -166,6 +167,7 @@ def report_step_failures(
             + "; ".join(f"{count}×: {reason}" for reason, count in problems.items())
             + f"\nThe agent's output is in {run.folder.logs}"
         )
+    note_unasked(run, [r for r in rollouts if r.id in batch.unasked], len(rollouts), "rollouts")
     if missing := sum(reward is None for reward in batch.rewards.values()) - failed:
         note(f"{missing} of {len(rollouts)} rollouts emitted no reward")
     if small := batch.shrunk():

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from agentrl.config.commands import TrainConfig
 from agentrl.config.errors import ConfigError
+from agentrl.config.secrets import as_recorded, without_variables
 from agentrl.config.setting_names import flattened
 from agentrl.runs.folder import RunFolder
 from agentrl.runs.recorded import open_store
@@ -66,7 +67,10 @@ def check_resume(
     Raises:
         ConfigError: the run's weights, optimizer or records depend on a changed setting.
     """
-    was, now = flattened(folder.read_config()), flattened(config.model_dump(mode="json"))
+    was, now = (
+        flattened(as_recorded(folder.read_config())),
+        flattened(as_recorded(config.model_dump(mode="json"))),
+    )
     for name, why in _STATE.items():
         before, after = _compared(name, was), _compared(name, now)
         if not _same(name, before, after):
@@ -107,8 +111,10 @@ def _same(name: str, before: Any, after: Any) -> bool:
     if name == "model.name" and before != after:
         here, there = Path(before).expanduser(), Path(after).expanduser()
         return here.is_dir() and there.is_dir() and here.samefile(there)
-    if name == "run.store" and before and after and "://" not in before:
-        return Path(before).absolute() == Path(after).absolute()
+    if name == "run.store" and before and after:
+        if "://" not in before:
+            return Path(before).absolute() == Path(after).absolute()
+        return without_variables(before) == without_variables(after)  # the same but its password
     if name == "algorithm.estimator" and "gae" not in (before, after):
         return True
     return before == after

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from agentrl.config.commands import EvalConfig, RunConfig, TrainConfig
+from agentrl.config.secrets import as_recorded, secret_variables, store_url
 from agentrl.console.output import stderr
-from agentrl.gateway.handle import GatewayHandle, secret_variables
+from agentrl.gateway.handle import GatewayHandle
 from agentrl.gateway.process import GatewayPlan, import_gateway
 from agentrl.runner.pool_client import start_pool
 from agentrl.runner.protocol import RunnerConfig
@@ -72,7 +73,8 @@ class Session:
         self.folder = folder
         self.config = config
         self._training = training = config if isinstance(config, TrainConfig) else None
-        self.store = Store((training and training.run.store) or str(folder.store))
+        own = training and training.run.store
+        self.store = Store(store_url(own) if own else str(folder.store))
         self.run_id = self._register(kind)
         paths = dict(adapter_paths or {})
         log, max_rank = folder.logs / "vllm.log", training and training.learning.rank
@@ -107,15 +109,15 @@ class Session:
         config = self.config
         named = {"on_error", "on_timeout", "on_missing_reward", "max_attempts"}
         policies = Policies(**config.rollouts.model_dump(include=named))
-        settings = config.model_dump(mode="json")
+        settings = as_recorded(config.model_dump(mode="json"))
         if self.folder.config.exists():
             run_id = self.folder.run_id.read_text().strip()
             self.store.resume_run(run_id, settings, policies)
             self.store.cancel(run_id, "the run was resumed")
         else:
             run_id = self.store.create_run(self.folder.name, kind, settings, policies)
-            self.folder.started_in.write_text(os.getcwd())
-            self.folder.run_id.write_text(run_id)
+            self.folder.write(self.folder.started_in, os.getcwd())
+            self.folder.write(self.folder.run_id, run_id)
         # Last: only a folder with a configuration can be resumed.
         self.folder.write_json(self.folder.config, settings)
         return run_id
@@ -148,7 +150,6 @@ class Session:
 
     def _start_runners(self) -> SupervisedProcess | RayPool:
         config = self.config
-        models = config.model_dump(mode="json")["models"]
         how = config.rollouts
         runners = RunnerConfig(
             store=self.store.url, gateway=self.gateway.url, run_id=self.run_id,
@@ -156,7 +157,7 @@ class Session:
             runners=how.runners, timeout_s=how.timeout, lease_s=how.lease,
             concurrency=how.concurrency, rollouts_per_process=how.rollouts_per_process,
             python=config.agent.python,
-            withheld=secret_variables(models, config.sampler.vllm.key_env),
+            withheld=secret_variables(config),
         )  # fmt: skip
         if config.rollouts.runners_on != "ray":
             return start_pool(runners)
@@ -212,9 +213,12 @@ class Session:
         waiting, gateway = Waiting(on_wait), self.gateway
         limit = _READY_TIMEOUT_S + (self._plan.vllm_wait or 0)
         while (health := gateway.health()) is None:
-            if gateway.could_not_start or gateway.restarts >= 2 or waiting.seconds > limit:
+            killed = (gateway.last_code or 0) < 0  # from outside, which starting again may outlive
+            tries = 10 if killed else 3
+            if gateway.could_not_start or gateway.deaths >= tries or waiting.seconds > limit:
                 raise RunError(
-                    f"the gateway does not start; the end of {gateway.log}:\n{gateway.log_tail()}"
+                    f"the gateway does not start (exit code {gateway.last_code}); the end of "
+                    f"{gateway.log}:\n{gateway.log_tail()}"
                 )
             waiting.still(
                 lambda: f"the gateway is starting ({waiting.seconds:.0f} s) {gateway.log_tail(1)}"

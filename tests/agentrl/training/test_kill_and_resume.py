@@ -1,4 +1,4 @@
-"""Killed at named moments, by any signal, a resumed run learns what it would have, to the last bit."""
+"""Killed at named moments, a resumed run learns what it would have, to the last bit."""
 
 from __future__ import annotations
 

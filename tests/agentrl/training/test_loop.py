@@ -148,12 +148,12 @@ def test_gateway_runners_and_agents_are_killed_and_no_half_attempt_trains(tmp_pa
         assert len({(c.trained_step, c.skip_reason) for c in own}) == 1
 
 
-FIVE = {"task_count": 5, "batch_size": 5, "steps": 1, "runners": 3, "max_attempts": 2}
+SIX = {"task_count": 6, "batch_size": 6, "steps": 1, "runners": 3, "max_attempts": 2}
 """One task of each kind of ``troubled``."""
 
 
 def test_every_failure_is_counted_under_its_name(tmp_path: Path) -> None:
-    run = Run(tmp_path, "troubled", **FIVE).finish()
+    run = Run(tmp_path, "troubled", **SIX).finish()
     accounting = run.accounting()
     expected = {
         "failed_rollout", "no_reward", "not_trainable_model", "zero_advantage", "evaluation",
@@ -165,8 +165,11 @@ def test_every_failure_is_counted_under_its_name(tmp_path: Path) -> None:
 
 
 def test_policies_are_counted_and_shown(tmp_path: Path) -> None:
-    run = Run(tmp_path, "troubled", on_error=-1, on_missing_reward="retry", **FIVE).finish()
+    run = Run(tmp_path, "troubled", on_error=-1, on_missing_reward="retry", **SIX).finish()
     [row] = run.steps()
+    assert row["reward/without_call"] == 4
+    assert row["reward/mean"] < 5
+    assert "4 of 24 rollouts earned a reward without asking the model" in run.output
     assert row["rewards/on_error"] == row["attempts/error"] == 4
     assert row["attempts/no_reward"] == row["reward/missing"] == 4
     assert row["rollouts/failed"] == 0

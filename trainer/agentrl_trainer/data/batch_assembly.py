@@ -61,6 +61,8 @@ class StepBatch:
     skipped: dict[str, SkipReason] = field(default_factory=dict[str, SkipReason])
     rewards: dict[str, float | None] = field(default_factory=dict[str, float | None])
     """By rollout id; None if the rollout failed or emitted none."""
+    unasked: set[str] = field(default_factory=set[str])
+    """Rollouts that earned a reward without a call of a model in training."""
     groups: dict[str, list[SkipReason | None]] = field(
         default_factory=dict[str, list[SkipReason | None]]
     )
@@ -85,9 +87,10 @@ class StepBatch:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Summarize the step. Reward statistics are over rollouts that have a reward, advantage
-        statistics over trained tokens."""
-        scores = [reward for reward in self.rewards.values() if reward is not None]
+        """Summarize the step. Reward statistics are over rollouts that have a reward and asked the
+        model, advantage statistics over trained tokens."""
+        earned = {name: reward for name, reward in self.rewards.items() if reward is not None}
+        scores = [reward for name, reward in earned.items() if name not in self.unasked]
         advantages = [a for row in self.rows for a in compress(row.advantages, row.mask)]
         skipped = Counter(
             next(reason for reason in GROUP_REASONS if reason in members)
@@ -97,7 +100,8 @@ class StepBatch:
         return {
             "reward/mean": fmean(scores) if scores else float("nan"),
             "reward/std": pstdev(scores) if scores else float("nan"),
-            "reward/missing": len(self.rewards) - len(scores),
+            "reward/missing": len(self.rewards) - len(earned),
+            "reward/without_call": len(self.unasked),
             "advantage/max": max(advantages, default=0.0),
             "advantage/min": min(advantages, default=0.0),
             "advantage/std": Scaling(0, 0.0).divisor(advantages) if advantages else 0.0,

@@ -35,7 +35,12 @@ from typing import Any, NoReturn, TextIO
 from opentelemetry import trace
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from agentrl.runner.agent_process.environment import attempt_environment, client_environment
+from agentrl.runner.agent_process.environment import (
+    attempt_environment,
+    client_environment,
+    shared_owner,
+    storage_environment,
+)
 from agentrl.runner.agent_spec import CommandFailed, LoadedAgent, load_agent, parse_agent
 from agentrl.runner.preload import third_party_modules
 from agentrl.runner.protocol import AttemptEnding, RunnerConfig, send
@@ -119,7 +124,7 @@ def _run_in_turn(config: RunnerConfig, worker_fd: int, known_modules: int | None
 
 def _redirect_output(log: str) -> None:
     """Append file descriptors 1 and 2 to a file."""
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
@@ -198,6 +203,7 @@ async def _run_concurrently(config: RunnerConfig, worker_fd: int) -> None:
     sys.stdout, sys.stderr = _RoutedOutput(sys.stdout), _RoutedOutput(sys.stderr)  # type: ignore[assignment]
     # A header names each call's rollout; a call without one is refused, not misattributed.
     os.environ.update(client_environment(config, config.gateway, "sk-shared-process"))
+    os.environ.update(storage_environment(shared_owner(config, os.getpid())))
     # In a thread: an agent that blocks the loop must not outlive its worker.
     _hear_worker(worker_fd, hear)
     await asyncio.Event().wait()
