@@ -15,7 +15,14 @@ from rich.text import Text
 
 from agentrl.runs.metric_names import HELD_OUT, REWARD
 from agentrl.runs.recorded import shown
-from agentrl_tracer.schemas import Accounting, Json, PromptKinds, SkipReason, Verified
+from agentrl_tracer.schemas import (
+    REWARD_RANGE,
+    Accounting,
+    Json,
+    PromptKinds,
+    SkipReason,
+    Verified,
+)
 
 if TYPE_CHECKING:
     from agentrl.config.settings import ModelSettings
@@ -81,6 +88,8 @@ def training_report(summary: Summary) -> Panel:
 
 _WHAT_HELPS: dict[str, str] = {
     SkipReason.NO_REWARD: "their rollouts emitted no reward: return a number, or call emit_reward",
+    SkipReason.REFUSED_REWARD: f"their rollouts emitted what is no reward ({REWARD_RANGE}; maxrl "
+    "takes no negative ones): runs show says what",
     SkipReason.ZERO_ADVANTAGE: "all rollouts of a group earned the same, so that none was better: "
     "reward more finely, or choose tasks that are solved at times",
     SkipReason.FAILED_ROLLOUT: "their rollouts failed; runs show says how, and logs why",
@@ -91,6 +100,7 @@ _WHAT_HELPS: dict[str, str] = {
     SkipReason.OTHER_AGENT: "they are of agents that train no adapter (adapters, skip_agents)",
     SkipReason.OFF_POLICY: "they, or over Tinker others of their step, were sampled at another "
     "temperature than 1, filtered, biased or constrained: let the agent set none of that",
+    SkipReason.NON_FINITE: "their log-probs, loss or gradient were not finite",
     SkipReason.NON_FINITE_STEP: "the loss or gradient was not finite: lower the learning rate",
 }
 

@@ -39,9 +39,10 @@ from agentrl.training.staleness import StalenessLimit
 from agentrl.training.summarize import summarize
 from agentrl_tracer.schemas import Call, Json, Purpose, Rollout, SkipReason
 from agentrl_tracer.store import Store
-from agentrl_trainer.client import AdamParams, APIFuture, RefusedRows
+from agentrl_trainer.client import AdamParams, APIFuture, RefusedRows, TrainingClient
 from agentrl_trainer.data.adapter_split import AdapterBatches, AdapterRule, assemble_adapters
 from agentrl_trainer.data.batch_assembly import StepBatch
+from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.learner.optimizers import schedule_factor
 from agentrl_trainer.learner.step_stats import StepStats
 
@@ -124,23 +125,45 @@ def update(
             return []
     passes: list[StepStats] = []
     for epoch in range(how.epochs):
-        with timer("forward_backward"):
-            # Normalized by the tokens of the whole step.
-            added = client.forward_backward(
-                batch.rows, how.loss, how.loss_config, normalize_by=None, logprobs=False
-            )
-            seen = run.result(added).stats
-        with timer("optimizer"):
-            stepped = run.result(client.optim_step(adam)).metrics
-        refused = bool(seen.skipped_non_finite or stepped.get("skipped_non_finite"))
-        norm = stepped.get("grad_norm")  # not every service returns it
-        passes.append(replace(seen, grad_norm=norm, skipped_non_finite=refused))
-        if refused:
+        seen = _epoch(run, client, batch.rows, adam, timer)
+        if seen.skipped_non_finite:
+            kept = run.result(client.finite_rows(batch.rows, how.loss, how.loss_config))
+            if 0 < len(kept) < (count := len(batch.rows)):
+                run.display.note(
+                    f"{name}: {count - len(kept)} of {count} rows of step {step} are left out, for "
+                    "log-probs, a loss or a gradient that is not finite"
+                )
+                batch.keep_rows(kept, None if epoch else SkipReason.NON_FINITE)
+                seen = _epoch(run, client, batch.rows, adam, timer)
+        passes.append(seen)
+        if seen.skipped_non_finite:
             run.display.note("the loss or gradient was not finite: the step was not applied")
             if not epoch:
                 batch.refuse(SkipReason.NON_FINITE_STEP)
             break
     return passes
+
+
+def _epoch(
+    run: TrainingRun,
+    client: TrainingClient,
+    rows: Sequence[TrainingRow],
+    adam: AdamParams,
+    timer: PhaseTimer,
+) -> StepStats:
+    """Make one optimizer step. If anything in it is not finite, nothing is changed."""
+    how = update_settings(run.config)
+    with timer("forward_backward"):
+        # Normalized by the tokens of the whole step.
+        added = client.forward_backward(
+            rows, how.loss, how.loss_config, normalize_by=None, logprobs=False
+        )
+        seen = run.result(added).stats
+    with timer("optimizer"):
+        stepped = run.result(client.optim_step(adam)).metrics
+    refused = bool(seen.skipped_non_finite or stepped.get("skipped_non_finite"))
+    norm = stepped.get("grad_norm")  # not every service returns it
+    return replace(seen, grad_norm=norm, skipped_non_finite=refused)
 
 
 def publish(run: TrainingRun, step: int) -> None:
@@ -308,19 +331,12 @@ class StepRecords:
         self._reads_bodies = config.algorithm.estimator == "gigpo"  # states are in the requests
 
     def assemble(self, step: int, rollouts: Sequence[Rollout]) -> tuple[list[Call], AdapterBatches]:
-        """Return the rollouts' calls, and the batch of each adapter.
-
-        Raises:
-            RunError: the rewards do not fit the advantage estimator.
-        """
+        """Return the rollouts' calls, and the batch of each adapter."""
         ids = [rollout.id for rollout in rollouts]
         calls = self._store.calls(rollout_ids=ids, bodies=self._reads_bodies)
         rewards = self._store.rewards(ids)
         settings = replace(self._settings, oldest_version=self.staleness.oldest_version(step))
-        try:
-            return calls, assemble_adapters(rollouts, calls, rewards, settings, self._rules)
-        except ValueError as error:
-            raise RunError(f"the step's records cannot be learned from: {error}") from error
+        return calls, assemble_adapters(rollouts, calls, rewards, settings, self._rules)
 
     def teaches(self, step: int, group: Sequence[Rollout]) -> bool:
         """Tell whether a finished group fills a step.
