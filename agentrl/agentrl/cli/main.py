@@ -80,13 +80,15 @@ def main() -> None:
             app(tokens, exit_on_error=False, print_error=False)
     except KeyboardInterrupt:
         sys.exit(130)
-    except (CycloptsError, ValueError, RuntimeError) as error:  # ConfigError among them
+    except (CycloptsError, ValueError, RuntimeError, OSError) as error:  # ConfigError among them
         said = str(error)
+        if isinstance(error, OSError) and error.strerror:  # a full disk, an unwritable folder
+            said = f"{error.filename or 'a file or connection'}: {error.strerror}"
         if isinstance(error, MissingArgumentError) and error.argument is not None:
             name = error.argument.name.lstrip("-").replace("-", "_")
             said = f"{name}: is missing. {error.argument.parameter.help or ''}".rstrip()
         print_error(said)
-        sys.exit(1 if isinstance(error, RuntimeError) else 2)
+        sys.exit(1 if isinstance(error, RuntimeError | OSError) else 2)
 
 
 if __name__ == "__main__":
