@@ -18,6 +18,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+from safetensors import SafetensorError
+
 from agentrl.config.algorithm import step_settings, update_settings
 from agentrl.config.checks import greedy_note
 from agentrl.config.commands import TrainConfig
@@ -56,16 +58,20 @@ def train(run: TrainingRun) -> Summary:
     Raises:
         RunError: nothing can be rolled out, for a reason the message gives.
     """
-    step = run.restore()
-    run.begin(step)
-    publish(run, step)
-    run.timer.spent["start"] = time.perf_counter() - run.session.started
-    evaluate_if_due(run, step)
-    while step < run.steps and not reached_goal(run):
-        step += 1
-        train_step(run, step)
+    try:
+        step = run.restore()
+        run.begin(step)
+        publish(run, step)
+        run.timer.spent["start"] = time.perf_counter() - run.session.started
         evaluate_if_due(run, step)
-    return run.finish(step)
+        while step < run.steps and not reached_goal(run):
+            step += 1
+            train_step(run, step)
+            evaluate_if_due(run, step)
+        return run.finish(step)
+    except KeyboardInterrupt:
+        run.metrics_log.close()  # the process will end without its trackers' own hooks
+        raise
 
 
 def train_step(run: TrainingRun, step: int) -> None:
@@ -221,6 +227,8 @@ class TrainingRun:
         """
         try:
             return self.session.result(asked.future())
+        except SafetensorError as error:  # what a full disk makes of an OSError
+            raise RunError(f"{self.folder.root} cannot be written: {error}") from error
         except self._backend.failures as error:
             raise RunError(
                 f"{self.config.run.backend}: {error}\nThe checkpoints are kept: continue with "
@@ -235,6 +243,8 @@ class TrainingRun:
     # ---- across crashes
 
     def checkpoint(self, step: int, row: Mapping[str, Any]) -> None:
+        # Before the checkpoint: a store without it has lost its last writes, see ``restore``.
+        self.store.log_metrics(self.run_id, step, {"calls": row["calls"]})
         meta = {"run_id": self.run_id, "rollouts": self.queue.state(), "row": strict(row)}
         saved = self._backend.service.save_checkpoint(
             self.folder.checkpoints, step, meta=meta, keep=self.config.run.keep_checkpoints
@@ -244,14 +254,21 @@ class TrainingRun:
     def restore(self) -> int:
         """Go back to the newest whole checkpoint, undo what came after it, and return its step.
 
+        A machine that dies may lose the last writes of its store. Checkpoints of steps that the
+        store does not know are passed over: these steps are made again.
+
         Raises:
-            RunError: the run has made steps, and none of their checkpoints is whole.
+            RunError: the run has made steps, and none of their checkpoints can be resumed.
         """
-        found = self.result(self._backend.service.restore_checkpoint(self.folder.checkpoints))
+        rows = self.store.metrics(self.run_id)
+        known = max((at for at, row in rows.items() if "calls" in row or REWARD in row), default=0)
+        restored = self._backend.service.restore_checkpoint(self.folder.checkpoints, known)
+        found = self.result(restored)
         step, meta = (found.checkpoint.step, found.checkpoint.meta) if found.checkpoint else (0, {})
         faults = {path.name: fault for path, fault in found.torn.items()}
-        made = [int(name.rpartition("-")[2]) for name in faults]
-        made += [row["step"] for row in self.folder.read_metrics() if REWARD in row]
+        of_checkpoints = [int(name.rpartition("-")[2]) for name in faults]
+        logged = [row["step"] for row in self.folder.read_metrics() if REWARD in row]
+        made = [*of_checkpoints, *logged]
         if found.checkpoint is not None:
             self.queue.restore(meta["rollouts"])
         elif made:
@@ -259,8 +276,13 @@ class TrainingRun:
             raise RunError(
                 f"{self.folder.root} had come to step {max(made)}, but no checkpoint in "
                 f"{self.folder.checkpoints} can be resumed ({why}). The run would begin at step 0 "
-                "again, over that history. Bring a checkpoint back, or start a new run, under "
-                "another --name"
+                "again, over that history. Bring a checkpoint back, or the store's files with its "
+                "-wal, or start a new run, under another --name"
+            )
+        if any(at > known for at in of_checkpoints):
+            self.display.note(
+                f"the store has lost its last writes: it knows the run up to step {known}; later "
+                "steps are made again"
             )
         for name, fault in faults.items():
             self.display.note(f"checkpoint {name} was passed over: {fault}")
