@@ -106,7 +106,7 @@ def _run_in_turn(config: RunnerConfig, worker_fd: int, known_modules: int | None
     _hear_worker(worker_fd, messages.put)
     while True:
         claim = Claim(**messages.get())
-        _redirect_output(config.log_of(claim))
+        _redirect_output(config.log_of(claim.rollout_id, claim.attempt_number))
         for stream in (sys.stdout, sys.stderr):  # a killed agent's last words must be in the log
             stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
         ending = run_attempt(config, claim)
@@ -176,7 +176,8 @@ async def _run_concurrently(config: RunnerConfig, worker_fd: int) -> None:
 
     async def run(claim: Claim) -> None:
         errors: list[str] = []
-        with open(config.log_of(claim), "a", buffering=1, encoding="utf-8") as log:  # noqa: ASYNC230
+        path = config.log_of(claim.rollout_id, claim.attempt_number)
+        with open(path, "a", buffering=1, encoding="utf-8") as log:  # noqa: ASYNC230
             _log.set(log)
             with attributed(attempt_environment(config, claim)) as attempt:
                 with _traced_agent(config, claim, errors) as agent:
@@ -194,7 +195,7 @@ async def _run_concurrently(config: RunnerConfig, worker_fd: int) -> None:
 
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # Takes what is written below Python, by any attempt.
-    _redirect_output(os.path.join(config.logs, f"shared-{os.getpid()}.log"))
+    _redirect_output(config.shared_log(os.getpid()))
     sys.stdout, sys.stderr = _RoutedOutput(sys.stdout), _RoutedOutput(sys.stderr)  # type: ignore[assignment]
     # A header names each call's rollout; a call without one is refused, not misattributed.
     os.environ.update(client_environment(config, config.gateway, "sk-shared-process"))
