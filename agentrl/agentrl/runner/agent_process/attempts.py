@@ -1,5 +1,8 @@
 """Run attempts in an agent process, one after the other or several at a time.
 
+An async agent whose rollouts take turns in a process gets one event loop for all of them
+(``event_loop.py``).
+
 With ``--concurrency``, attempts of an async agent run as asyncio tasks. They share what the agent
 keeps at module level, and one that blocks the event loop blocks the others.
 ``agentrl_tracer.tracing`` tells their calls, spans and rewards apart; a context variable tells
@@ -36,7 +39,14 @@ from opentelemetry import trace
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from agentrl.runner.agent_process.environment import attempt_environment, client_environment
-from agentrl.runner.agent_spec import CommandFailed, LoadedAgent, load_agent, parse_agent
+from agentrl.runner.agent_process.event_loop import KeptLoop
+from agentrl.runner.agent_spec import (
+    CommandFailed,
+    LoadedAgent,
+    load_agent,
+    parse_agent,
+    run_once,
+)
 from agentrl.runner.preload import third_party_modules
 from agentrl.runner.protocol import AttemptEnding, RunnerConfig, send
 from agentrl_tracer.conventions import OUTPUT
@@ -227,7 +237,7 @@ def run_attempt(config: RunnerConfig, claim: Claim) -> AttemptEnding:
 def _traced_agent(config: RunnerConfig, claim: Claim, errors: list[str]) -> Iterator[LoadedAgent]:
     """Load the agent and enter its root span; what is raised is printed, and goes to ``errors``."""
     try:
-        agent = _load_agent(config.agent)
+        agent = _load_agent(config.agent, config.rollouts_per_process > 1)
         attributes = {
             "gen_ai.operation.name": "invoke_workflow",
             "gen_ai.workflow.name": agent.name,
@@ -246,10 +256,10 @@ def _traced_agent(config: RunnerConfig, claim: Claim, errors: list[str]) -> Iter
 
 
 @cache  # loaded once for all attempts of a process
-def _load_agent(spec: str) -> LoadedAgent:
+def _load_agent(spec: str, keep_loop: bool) -> LoadedAgent:
     attempt = rollout_tracing()  # before the import: calls and threads are watched from then on
     assert attempt is not None
-    agent = load_agent(spec)
+    agent = load_agent(spec, KeptLoop().run if keep_loop else run_once)
     # After the import: a provider that the user's module sets is kept, and ours joins it.
     attempt.router.install_globally()
     return agent
