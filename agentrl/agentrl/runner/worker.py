@@ -240,14 +240,13 @@ class Worker:
         begun = [running for running in self._running.values() if running.begun]
         for running in begun:
             if len(begun) == 1 or running is culprit:
-                ending = AttemptEnding(AttemptState.ERROR, f"the agent's process {said}")
-            elif culprit is None:
-                error = f"{_DIED}: it {said}, and other rollouts shared it"
-                ending = AttemptEnding(AttemptState.INFRASTRUCTURE, error)
+                error = f"the agent's process {said}"
+                ending = running.cause or AttemptEnding(AttemptState.ERROR, error)
             else:
-                error = "another rollout blocked the process that they shared"
+                blocked = "another rollout blocked the process that they shared"
+                error = blocked if culprit else f"{_DIED}: it {said}, and other rollouts shared it"
                 ending = AttemptEnding(AttemptState.INFRASTRUCTURE, error)
-            self._finish(running, running.cause or ending)
+            self._finish(running, ending)
 
     def end_orphans(self, orphans: Sequence[tuple[str, str]], code: int) -> None:
         """End the attempts (with their rollouts) of this worker's predecessor, which has died."""
