@@ -75,7 +75,7 @@ def measure(runners: int, rollouts: int, per_process: int) -> Row:
             new = [NewRollout(task, "g", Purpose.TRAIN, 0, i, i) for i in range(count)]
             ids = store.enqueue(run_id, new)
             deadline = time.perf_counter() + PATIENCE_S
-            while store.unfinished_ids(ids):
+            while store.unfinished_ids(run_id, Purpose.TRAIN):
                 if time.perf_counter() > deadline:
                     raise TimeoutError(pool.log_tail())
                 time.sleep(0.01)

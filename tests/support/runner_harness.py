@@ -13,7 +13,7 @@ from store_records import enqueue
 from agentrl.runner.pool_client import start_pool
 from agentrl.runner.protocol import RunnerConfig
 from agentrl.supervisor import SupervisedProcess
-from agentrl_tracer.schemas import Attempt, Policies
+from agentrl_tracer.schemas import Attempt, Policies, Purpose
 from agentrl_tracer.store import Store
 
 AGENTS = Path(__file__).parent / "runner_agents.py"
@@ -54,7 +54,11 @@ class RunnerHarness:
 
     def finish(self, ids: list[str], timeout_s: float = 20.0) -> list[Attempt]:
         """Waits for rollouts to end; returns their attempts."""
-        until(lambda: not self.store.unfinished_ids(ids), timeout_s, self.log)
+
+        def ended() -> bool:
+            return self.store.unfinished_ids(self.run_id, Purpose.TRAIN).isdisjoint(ids)
+
+        until(ended, timeout_s, self.log)
         return self.store.attempts(ids)
 
     def start_any(self, **settings: Any) -> None:

@@ -74,8 +74,9 @@ class Run:
     def accounting(self) -> Accounting:
         """Return the accounting of calls, which must balance."""
         with self.store() as store:
-            accounting = store.accounting(self.run_id)
-        assert accounting.adds_up
+            verified = store.verify(self.run_id)
+        assert verified.fault is None
+        accounting = verified.kept
         assert accounting.pending == 0
         return accounting
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -293,6 +294,15 @@ class AdapterVersion:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptKinds:
+    """How the prompts of some rollouts began, which all have the same counts."""
+
+    kinds: Counter[str]  # of one rollout
+    rollouts: int
+    example: str  # the id of one of them
+
+
+@dataclass(frozen=True, slots=True)
 class Accounting:
     """The sum that must hold: ``proxied == recorded == trained + sum(skipped) + pending``.
 
@@ -310,3 +320,23 @@ class Accounting:
     def adds_up(self) -> bool:
         total = self.trained + sum(self.skipped.values()) + self.pending
         return self.proxied == self.recorded == total
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """The sums that a run's transactions kept, and the same counted from its calls."""
+
+    kept: Accounting
+    counted: Accounting
+
+    @property
+    def fault(self) -> str | None:
+        """What does not add up; None: everything does."""
+        if not self.counted.adds_up:
+            return (
+                f"the gateways counted {self.counted.proxied} calls, and the store holds "
+                f"{self.counted.recorded}"
+            )
+        if self.kept != self.counted:
+            return f"the kept sums are {self.kept}, but its calls count {self.counted}"
+        return None

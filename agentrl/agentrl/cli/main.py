@@ -46,6 +46,11 @@ runs_app.command(
     name="show",
     help="Show a run's steps and calls, or the trace of one of its rollouts.",
 )
+runs_app.command(
+    "agentrl.cli.runs:verify_command",
+    name="verify",
+    help="Count a run's calls one by one, and compare them with its sums.",
+)
 
 
 def main() -> None:

@@ -5,13 +5,13 @@ Each ``check_`` function raises ValueError.
 
 from __future__ import annotations
 
-import re
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
 
 from agentrl.config.algorithm_options import AlgorithmSettings, table_of
 from agentrl.config.errors import ConfigError
 from agentrl.config.setting_names import flattened
+from agentrl_trainer.names import check_name
 
 if TYPE_CHECKING:
     from agentrl.config.commands import ModelCommand, TrainConfig
@@ -171,8 +171,10 @@ def check_models(config: ModelCommand) -> None:
                 raise ValueError(said)
     owner: dict[str, str] = {}
     for name, one in config.adapters.items():
-        if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-            raise ValueError(f"adapters.{name}: a name has letters, digits, - and _ only")
+        try:
+            check_name(name, dots=False)
+        except ValueError as error:
+            raise ValueError(f"adapters.{name}: {error}") from error
         if name == config.model.name:
             raise ValueError(f"adapters.{name}: this is the base model's name; choose another")
         for agent in one.agents or []:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from agentrl.config.secrets import check_variable
+from agentrl_trainer.names import check_name
 
 
 class Table(BaseModel):
@@ -45,6 +47,7 @@ def names_as_table(value: Any) -> Any:
 Variable = Annotated[
     str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$"), AfterValidator(check_variable)
 ]
+AdapterName = Annotated[str, AfterValidator(partial(check_name, dots=False))]
 Names = Annotated[list[str], BeforeValidator(from_names)]
 Count = Annotated[int, Field(ge=1)]
 Whole = Annotated[int, Field(ge=0)]

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from agentrl.config.field_types import (
+    AdapterName,
     Count,
     HttpUrl,
     Names,
@@ -28,6 +29,7 @@ from agentrl.config.field_types import (
     names_as_table,
 )  # fmt: skip
 from agentrl.config.secrets import check_params
+from agentrl_trainer.names import check_name
 
 Policy = Literal["retry", "drop"] | float
 Tracker = Literal["tensorboard", "wandb", "trackio"]
@@ -191,7 +193,7 @@ class ModelSettings(Table):
     """Load the base model's linear layers in 4 bits (NF4, as in QLoRA)."""
     trust_remote_code: bool = False
     """Run the Python code that comes with the model. It could do anything."""
-    adapter: Annotated[str, Field(pattern="^[A-Za-z0-9_-]+$")] = "policy"
+    adapter: AdapterName = "policy"
     """Name of the adapter: the model name that the agent requests."""
 
 
@@ -301,7 +303,7 @@ class RunFolderSettings(Table):
 
 
 class TrainRunSettings(RunFolderSettings):
-    name: Annotated[str, Field(pattern="^[A-Za-z0-9._-]+$")] | None = None
+    name: Annotated[str, AfterValidator(check_name)] | None = None
     """Name of the run and its folder."""
     steps: Count | None = None
     """Optimizer steps; by default one pass over the tasks."""

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl.runs.metric_names import HELD_OUT, REWARD
-from agentrl_tracer.schemas import Accounting, Json, SkipReason
+from agentrl_tracer.schemas import Accounting, Json, PromptKinds, SkipReason, Verified
 
 if TYPE_CHECKING:
     from agentrl.config.settings import ModelSettings
@@ -164,37 +164,51 @@ def show_run(console: Console, store: Store, run_id: str) -> None:
         ("[dim]policies[/]", f"[dim]{policies}[/]"),
     ]
     _print_table(console, ("ended", ""), ends)
-    sums = [
+    adds_up = ("adds up", "[green]yes[/]" if accounting.adds_up else "[red]no[/]")
+    _print_table(console, ("calls", ""), [*_sums(accounting), adds_up])
+    if continuity := store.continuity(run_id):
+        _show_continuity(console, continuity)
+
+
+def show_verified(console: Console, verified: Verified) -> None:
+    """Show what a run's calls count to, and what does not add up."""
+    _print_table(console, ("calls", ""), _sums(verified.counted))
+    console.print(verified.fault or "[green]everything adds up[/]", soft_wrap=True)
+
+
+def _sums(accounting: Accounting) -> list[tuple[str, int]]:
+    return [
         ("proxied", accounting.proxied),
         ("recorded", accounting.recorded),
         ("trained", accounting.trained),
         *_counted("skipped: ", accounting.skipped),
         ("not judged yet", accounting.pending),
-        ("adds up", "[green]yes[/]" if accounting.adds_up else "[red]no[/]"),
     ]
-    _print_table(console, ("calls", ""), sums)
-    if continuity := store.continuity(run_id):
-        _show_continuity(console, continuity)
 
 
-def _show_continuity(console: Console, continuity: Mapping[str, Counter[str]]) -> None:
+def _show_continuity(console: Console, continuity: Sequence[PromptKinds]) -> None:
     """Show how prompts began: in all, and in the rollouts that branched most."""
     # A conversation has to begin somewhere. Every other way of not continuing is a branch.
     unbranched = ("continued", "first_call", "new_conversation", "no_rollout")
-    total = sum(continuity.values(), Counter[str]())
+    total = Counter[str]()
+    for group in continuity:
+        total.update({name: count * group.rollouts for name, count in group.kinds.items()})
     began = [("continued exactly", total.pop("continued", 0))]
     began += [(name.replace("_", " "), total.pop(name)) for name in unbranched if name in total]
     _print_table(console, ("prompts", ""), [*began, *_counted("branched: ", total)])
-    branched: list[tuple[str, int, int, str]] = []
-    for rollout_id, counts in continuity.items():
-        why = {name: count for name, count in sorted(counts.items()) if name not in unbranched}
+    branched: list[tuple[int, str, int, int, str]] = []
+    for group in continuity:
+        kinds = sorted(group.kinds.items())
+        why = {name: count for name, count in kinds if name not in unbranched}
         listed = ", ".join(f"{name} {count}" for name, count in why.items())
-        branched += [(rollout_id, counts["continued"], sum(why.values()), listed)] if why else []
-    if branched:
-        most = sorted(branched, key=lambda row: -row[2])[:_MOST_BRANCHED]
-        _print_table(console, ("rollout", "continued", "branched", "why"), most)
-    if len(branched) > _MOST_BRANCHED:
-        console.print(f"and {len(branched) - _MOST_BRANCHED} rollouts more that branched")
+        counts = (group.kinds["continued"], sum(why.values()), listed)
+        branched += [(group.rollouts, group.example, *counts)] if why else []
+    most = sorted(branched, key=lambda row: -row[3])
+    if most:
+        header = ("rollouts", "for instance", "continued", "branched", "why")
+        _print_table(console, header, most[:_MOST_BRANCHED])
+    if rest := sum(row[0] for row in most[_MOST_BRANCHED:]):
+        console.print(f"and {rest} rollouts more that branched")
 
 
 def _counted(prefix: str, counts: Mapping[str, int]) -> list[tuple[str, int]]:

@@ -37,7 +37,7 @@ from agentrl.config.settings import (
 )
 from agentrl.supervisor import end_with_parent
 from agentrl.timing import heavy_imports
-from agentrl_tracer.store import Store
+from agentrl_tracer.store import Store, StoreError
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -197,16 +197,10 @@ def _ready_app(plan: GatewayPlan, ending: contextlib.ExitStack) -> FastAPI:
 
 def _log_failure(error: Exception) -> None:
     """Log one line for errors whose cause is outside the process, else a traceback too."""
-    from sqlalchemy.exc import SQLAlchemyError
-
     from agentrl.samplers.vllm.api import VllmError
 
-    # Of SQLAlchemy's errors, only the driver's own words: the rest is a link.
-    said = " ".join(str(getattr(error, "orig", None) or error).split())
-    unexpected = None
-    if isinstance(error, SQLAlchemyError):
-        said = f"store: {said}"
-    elif not isinstance(error, ValueError | OSError | VllmError | httpx.HTTPError):
+    said, unexpected = " ".join(str(error).split()), None
+    if not isinstance(error, ValueError | OSError | StoreError | VllmError | httpx.HTTPError):
         said, unexpected = f"{type(error).__name__}: {said}", error
     log.critical("the gateway cannot start: %s", said, exc_info=unexpected)
 

@@ -34,7 +34,7 @@ from agentrl.runner.probes import GatewayProbe, QueueWatch
 from agentrl.runner.processes import ForkedChild, adopt_orphans, kill_children
 from agentrl.runner.protocol import AttemptEnding, RunnerConfig, send
 from agentrl_tracer.schemas import AttemptState, CallState, Claim
-from agentrl_tracer.store import Store
+from agentrl_tracer.store import Store, StoreError
 
 logger = logging.getLogger("agentrl.runner")
 
@@ -300,7 +300,7 @@ class Worker:
             try:
                 self._store.end_attempt(claim.attempt_id, state, error=error, log=log_path)
                 break
-            except (SQLAlchemyError, OSError) as failure:
+            except (StoreError, SQLAlchemyError, OSError) as failure:
                 logger.warning("ending attempt %s: %s", claim.attempt_id, failure)
                 time.sleep(_TICK_S)
         self._tell_pool({"ended": claim.attempt_id, "modules": ending.modules})
@@ -332,7 +332,7 @@ class Worker:
         """Return None while the store is away (locked, restarting)."""
         try:
             return action(*args, **kwargs)
-        except (SQLAlchemyError, OSError) as error:
+        except (StoreError, SQLAlchemyError, OSError) as error:
             logger.warning("the store failed: %s", error)
             return None
 
@@ -360,7 +360,7 @@ def run_worker(
         adopt_orphans()
         # A store of its own, opened after the fork. Agent processes inherit its connection, but
         # never use it, and end without closing it.
-        worker = Worker(config, Store(config.store), index, control)
+        worker = Worker(config, Store(config.store, patience_s=0), index, control)
         worker.end_orphans(orphans, code)
         worker.run()
         failed = 0

@@ -168,8 +168,9 @@ def _line(row: Mapping[str, Any]) -> str:
 
 def run_and_step(source: str | Path) -> tuple[RunFolder, str]:
     """Split ``runs/NAME@STEP``; the step is empty where none is given."""
-    root, _, step = str(source).partition("@")
-    return RunFolder(Path(root)), step
+    path = Path(source)  # of which a folder above may have an @ in its name
+    name, _, step = path.name.partition("@")
+    return RunFolder(path.parent / name), step
 
 
 def find_adapters(source: str | Path, field: str) -> dict[str, Path]:

@@ -28,6 +28,7 @@ from agentrl_trainer.client.futures import map_future
 from agentrl_trainer.client.parameters import TINKER_ONLY
 from agentrl_trainer.client.training import SAMPLERS, STATES
 from agentrl_trainer.models.loading import resolve_model
+from agentrl_trainer.names import check_name
 
 log = logging.getLogger(__name__)
 
@@ -178,9 +179,9 @@ class TinkerServer:
         parts = uri.removeprefix(_SCHEME).split("/")
         if not uri.startswith(_SCHEME) or len(parts) != 3 or parts[1] not in (STATES, SAMPLERS):
             raise ValueError(f"path: {uri!r} is not {_SCHEME}<model>/{STATES}|{SAMPLERS}/<name>")
-        folder = self.service.folder.resolve()
-        found = (folder / _folder_name(parts[0]) / parts[1] / parts[2]).resolve()
-        if folder not in found.parents or not found.is_dir():
+        model, kind, name = check_name(_folder_name(parts[0]), "path"), *parts[1:]
+        found = self.service.folder.resolve() / model / kind / check_name(name, "path")
+        if not found.is_dir():
             raise ValueError(f"path: there is nothing at {uri!r}")
         return found
 

@@ -31,6 +31,7 @@ from agentrl.training.clients import create_clients
 from agentrl.training.evaluation import evaluate_if_due, reached_goal
 from agentrl.training.metrics import report_step_failures, seconds_row, step_row
 from agentrl.training.metrics_log import MetricsLog
+from agentrl.training.resume import verify_in_background
 from agentrl.training.rollout_queue import RolloutQueue
 from agentrl.training.session import RunError, Session
 from agentrl.training.staleness import StalenessLimit
@@ -78,7 +79,8 @@ def train_step(run: TrainingRun, step: int) -> None:
             for name, batch in batches.by_adapter.items()
         }
         whole = batches.whole()
-        run.store.settle(trained=dict.fromkeys(whole.trained, step), skipped=whole.skipped)
+        trained = dict.fromkeys(whole.trained, step)
+        run.store.settle(trained=trained, skipped=whole.skipped, calls=calls)
     outcomes = run.store.outcomes(run.run_id, step=step, purpose=Purpose.TRAIN)
     report_step_failures(run, taken.rollouts, whole, outcomes)
     row = step_row(step, taken, calls, batches, passes, outcomes, run.records.staleness)
@@ -247,6 +249,8 @@ class TrainingRun:
 
     def begin(self, step: int) -> None:
         """Continue after ``step``; return when the gateway answers."""
+        if step:
+            verify_in_background(self.store, self.run_id, self.display.note)
         self.display.begin(self.steps, step)
         health = self.session.wait_ready(self.display.note)
         if why := health["sampler"].get("why_not_lean"):
@@ -279,6 +283,7 @@ class StepRecords:
             for name, one in config.trained.items()
         }
         self._settings = step_settings(config, adapters=frozenset(), max_length=max_length)
+        self._reads_bodies = config.algorithm.estimator == "gigpo"  # states are in the requests
 
     def assemble(self, step: int, rollouts: Sequence[Rollout]) -> tuple[list[Call], AdapterBatches]:
         """Return the rollouts' calls, and the batch of each adapter.
@@ -287,7 +292,8 @@ class StepRecords:
             RunError: the rewards do not fit the advantage estimator.
         """
         ids = [rollout.id for rollout in rollouts]
-        calls, rewards = self._store.calls(rollout_ids=ids), self._store.rewards(ids)
+        calls = self._store.calls(rollout_ids=ids, bodies=self._reads_bodies)
+        rewards = self._store.rewards(ids)
         settings = replace(self._settings, oldest_version=self.staleness.oldest_version(step))
         try:
             return calls, assemble_adapters(rollouts, calls, rewards, settings, self._rules)

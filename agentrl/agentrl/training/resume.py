@@ -6,6 +6,7 @@ Loads no torch: a run that cannot be resumed is refused at once.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +16,7 @@ from agentrl.config.errors import ConfigError
 from agentrl.config.setting_names import flattened
 from agentrl.runs.folder import RunFolder
 from agentrl_tracer.schemas import Json
-from agentrl_tracer.store import Store
+from agentrl_tracer.store import Store, StoreError
 
 _SAME_MODEL = " (the same model in another place? write that into config.json)"
 _STATE: dict[str, str] = {
@@ -113,3 +114,14 @@ def tell_changes(changes: Mapping[str, tuple[Any, Any]], tell: Callable[[str], N
             for name, (old, new) in changes.items()
         )
         tell(f"from now on: {words}")
+
+
+def verify_in_background(store: Store, run_id: str, note: Callable[[str], None]) -> None:
+    """Count the run's calls while it goes on, and note what does not add up."""
+
+    def verify() -> None:
+        with contextlib.suppress(StoreError):  # the run itself will say so
+            if fault := store.verify(run_id).fault:
+                note(f"the run's calls do not add up: {fault}")
+
+    threading.Thread(target=verify, name="verify-calls", daemon=True).start()

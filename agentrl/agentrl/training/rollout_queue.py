@@ -126,7 +126,8 @@ class RolloutQueue:
     def under_way(self) -> tuple[int, int]:
         """Return the numbers of finished and of all rollouts of later steps."""
         ids = _ids(self._groups)
-        return len(ids) - len(self.session.store.unfinished_ids(ids)), len(ids)
+        first = min((group.planned_for for group in self._groups), default=0)
+        return len(ids) - len(self._unfinished(first)), len(ids)
 
     # ---- interruptions
 
@@ -205,7 +206,7 @@ class RolloutQueue:
 
         def check() -> tuple[int, int, bool]:
             nonlocal finished
-            unfinished = self.session.store.unfinished_ids(ids)
+            unfinished = self._unfinished(step)
             finished = [g for g in self._groups if unfinished.isdisjoint(g.ids)]
             enough = len(finished) == len(self._groups)  # waiting longer changes nothing
             if not enough and len(finished) >= count:
@@ -217,6 +218,11 @@ class RolloutQueue:
 
         self.session.wait(check, on_progress)
         return finished[:count]
+
+    def _unfinished(self, step: int) -> set[str]:
+        """Return the rollouts of ``step`` and later that have not ended."""
+        session = self.session
+        return session.store.unfinished_ids(session.run_id, Purpose.TRAIN, since_step=step)
 
     def _rollouts_of(self, groups: Sequence[_Group]) -> list[list[Rollout]]:
         ids = _ids(groups)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _POLL_S = 0.03
+_REST = 4  # times as long as a look at the rollouts took
 _LONGEST_POLL_S = 1.0  # while an adapter is being published
 _MAINTAIN_S = 0.5  # between looks for expired leases
 _REFUSED_S = 3.0  # before a refusal counts: a dying vLLM refuses too, and a shared folder may lag
@@ -223,15 +224,17 @@ class Session:
             pause = min(2 * pause, _LONGEST_POLL_S)
 
     def execute(self, new: Sequence[NewRollout], on_progress: OnProgress) -> list[Rollout]:
-        """Run rollouts to their end, ahead of those already queued for later steps.
+        """Run rollouts of one step to their end, ahead of those queued for later steps.
 
         Raises:
             RunError: the runners or the gateway keep dying and no rollout finishes.
         """
         ids = self.store.enqueue(self.run_id, new, first=True)
+        purpose, step = new[0].purpose, new[0].step
 
         def check() -> tuple[int, int, bool]:
-            done = len(ids) - len(self.store.unfinished_ids(ids))
+            unfinished = self.store.unfinished_ids(self.run_id, purpose, since_step=step)
+            done = len(ids) - len(unfinished.intersection(ids))
             return done, len(ids), done == len(ids)
 
         self.wait(check, on_progress)
@@ -239,8 +242,8 @@ class Session:
 
     def skip_calls(self, rollout_ids: Sequence[str], reason: SkipReason) -> list[Call]:
         """Judge all calls of rollouts that no step trains on; return the calls."""
-        calls = self.store.calls(rollout_ids=rollout_ids)
-        self.store.settle(trained={}, skipped={call.id: reason for call in calls})
+        calls = self.store.calls(rollout_ids=rollout_ids, bodies=False)
+        self.store.settle(trained={}, skipped={call.id: reason for call in calls}, calls=calls)
         return calls
 
     def wait(self, check: CheckProgress, on_progress: OnProgress) -> None:
@@ -252,6 +255,7 @@ class Session:
         finished, restarts = -1, self._restarts()
         while True:
             self.maintain()
+            began = time.monotonic()
             done, total, enough = check()
             if done > finished:
                 finished, restarts = done, self._restarts()
@@ -263,7 +267,8 @@ class Session:
                     "gateway and runners keep dying and no rollout finishes; see "
                     f"{self.folder.logs}\n{self.gateway.log_tail()}\n{self.pool.log_tail(5)}"
                 )
-            time.sleep(_POLL_S)
+            # A look at 100,000 rollouts takes a while: rest for longer than that.
+            time.sleep(max(_POLL_S, _REST * (time.monotonic() - began)))
 
     def result(self, future: Future[T]) -> T:
         """Wait for a computation in another thread while runners work on later steps."""

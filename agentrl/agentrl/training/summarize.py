@@ -30,17 +30,20 @@ def summarize(run: TrainingRun, step: int) -> Summary:
         final = folder.adapter if len(adapters) == 1 else folder.adapter / name
         shutil.copytree(folder.adapter_version(name, step), final)
     draw_learning_curve(rows, f"{folder.name}: {run.config.model.name}", folder.picture)
+    verified = run.store.verify(run.run_id)
+    if verified.fault:
+        run.display.note(f"the run's calls do not add up: {verified.fault}")
     summary = Summary(
         folder=folder,
         steps=step,
         rewards=[row[REWARD] for row in rows if REWARD in row],
-        accounting=run.store.accounting(run.run_id),
+        accounting=verified.counted,
         held_out=sorted((row["step"], row[HELD_OUT]) for row in rows if HELD_OUT in row),
         replies=_replies(run, step),
         seconds={name: round(value, 2) for name, value in run.timer.spent.items()},
     )
     written = {"steps": step, "held_out": summary.held_out, "reward": summary.rewards}
-    calls = asdict(summary.accounting) | {"adds_up": summary.accounting.adds_up}
+    calls = asdict(summary.accounting) | {"adds_up": verified.fault is None}
     folder.write_json(folder.summary, written | {"seconds": summary.seconds, "calls": calls})
     return summary
 

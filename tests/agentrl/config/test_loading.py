@@ -180,7 +180,8 @@ def test_adapters_are_names_or_a_table() -> None:
     ("adapters", "message"),
     [
         (["asker", "asker"], "adapters: got ['asker', 'asker'], but a name is there twice"),
-        (["a b"], "adapters.a b: a name has letters"),
+        (["a b"], "adapters.a b: a name has 1 to 100"),
+        ([".."], "adapters...: a name has 1 to 100"),
         (["agentrl-tiny"], "adapters.agentrl-tiny: this is the base model's name"),
         ({"x": {"agents": []}}, "adapters.x.agents"),
         ({"x": {"role": "y"}}, "adapters.x.role: there is no such setting"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -15,7 +16,7 @@ from agentrl.console.live import TrainDisplay
 from agentrl.console.report import show_run, training_report
 from agentrl.runs.folder import RunFolder
 from agentrl.runs.summary import Reply, Summary
-from agentrl_tracer.schemas import Accounting, Policies
+from agentrl_tracer.schemas import Accounting, Policies, PromptKinds
 from agentrl_tracer.store import Store
 
 
@@ -76,16 +77,19 @@ def test_the_rollouts_that_branched_most_come_first(
 ) -> None:
     store = Store(str(tmp_path / "store.db"))
     run_id = store.create_run("r", "train", {}, Policies())
-    counts = {f"r{i:02}": Counter(continued=1, first_call=1, history=i) for i in range(1, 23)}
-    counts |= {"straight": Counter(continued=7, first_call=1)}
-    monkeypatch.setattr(Store, "continuity", Mock(return_value=counts))
+    branched = [Counter(continued=1, first_call=1, history=i) for i in range(1, 23)]
+    groups = [PromptKinds(kinds, 1, f"r{i:02}") for i, kinds in enumerate(branched, 1)]
+    groups[0] = replace(groups[0], rollouts=5)
+    groups.append(PromptKinds(Counter(continued=7, first_call=1), 1, "straight"))
+    monkeypatch.setattr(Store, "continuity", Mock(return_value=groups))
     console = Console(width=200)
     with console.capture() as capture:
         show_run(console, store, run_id)
     store.close()
     said = [line.split() for line in capture.get().splitlines()]
-    assert ["first", "call", "23"] in said
-    first = said.index(["rollout", "continued", "branched", "why"]) + 1
-    assert said[first] == ["r22", "1", "22", "history", "22"]
-    assert [line[0] for line in said[first:] if line] == [*sorted(counts)[21:1:-1], "and"]
-    assert said[-1] == ["and", "2", "rollouts", "more", "that", "branched"]
+    assert ["first", "call", "27"] in said
+    first = said.index(["rollouts", "for", "instance", "continued", "branched", "why"]) + 1
+    assert said[first] == ["1", "r22", "1", "22", "history", "22"]
+    shown = [line[1] for line in said[first:] if line]
+    assert shown == [*(f"r{i:02}" for i in range(22, 2, -1)), "6"]
+    assert said[-1] == ["and", "6", "rollouts", "more", "that", "branched"]

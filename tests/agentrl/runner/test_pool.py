@@ -16,7 +16,7 @@ from runner_harness import AGENTS, RunnerHarness, alive, written
 from store_records import enqueue
 from training_run import children
 
-from agentrl_tracer.schemas import AttemptState, RolloutState
+from agentrl_tracer.schemas import AttemptState, Purpose, RolloutState
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has subreapers")
@@ -66,7 +66,8 @@ def test_runners_join_over_postgres(tmp_path: Path, postgres: str) -> None:
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         ) as joined,
     ):
-        until(lambda: not store.unfinished_ids(ids) or joined.poll() is not None, 60)
+        ended = lambda: not store.unfinished_ids(run_id, Purpose.TRAIN)  # noqa: E731
+        until(lambda: ended() or joined.poll() is not None, 60)
         store.end_run(run_id, "finished")
         output = joined.communicate(timeout=30)[0]
         assert joined.returncode == 0, output

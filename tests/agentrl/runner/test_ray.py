@@ -19,7 +19,7 @@ from settings import nested
 from agentrl.config.commands import TrainConfig
 from agentrl.runner.protocol import RunnerConfig
 from agentrl.runner.ray import RayPool, check_reach
-from agentrl_tracer.schemas import RolloutState
+from agentrl_tracer.schemas import Purpose, RolloutState
 
 AGENT = "import time\ndef agent(task):\n    time.sleep(0.2)\n    return task['n']\n"
 
@@ -37,7 +37,12 @@ pytestmark = [
 
 def finish(harness: RunnerHarness, ids: list[str]) -> None:
     store = harness.store
-    until(lambda: not store.unfinished_ids(ids) or (store.expire_leases() and False), 100)
+
+    def ended() -> bool:
+        store.expire_leases()
+        return not store.unfinished_ids(harness.run_id, Purpose.TRAIN)
+
+    until(ended, 100)
     rollouts = store.rollouts(harness.run_id)
     assert {r.state for r in rollouts} == {RolloutState.SUCCEEDED}
     winners = {r.winner for r in rollouts}  # a lost attempt may have got its reward out, too

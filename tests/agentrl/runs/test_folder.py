@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from settings import nested
 
-from agentrl.config.commands import EvalConfig
-from agentrl.config.errors import ConfigError
-from agentrl.runs.folder import RunFolder, adapter_folders
+from agentrl.config.commands import EvalConfig, TrainConfig
+from agentrl.config.errors import ConfigError, explain
+from agentrl.runs.folder import RunFolder, adapter_folders, run_and_step
 from agentrl.runs.learning_curve import draw_learning_curve
 
 
@@ -41,6 +42,20 @@ def test_a_taken_name_is_refused(tmp_path: Path) -> None:
     RunFolder.create(tmp_path, "a", "train").config.write_text("{}")
     with pytest.raises(ConfigError, match=r"name: .*exists already"):
         RunFolder.create(tmp_path, "a", "train")
+
+
+@pytest.mark.parametrize("name", ["..", ".", "-x", "a" * 101, "a/b"])
+def test_a_run_named_like_another_folder_is_refused(name: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        TrainConfig(**nested(agent="json:loads", tasks="t", name=name))
+    assert explain(caught.value, TrainConfig).startswith(f"run.name: got {name!r}, but a name has")
+
+
+def test_the_step_is_behind_the_runs_own_name(tmp_path: Path) -> None:
+    """An @ in the name of a folder above is none."""
+    run, step = run_and_step(tmp_path / "me@work" / "r@2")
+    assert (run.root, step) == (tmp_path / "me@work" / "r", "2")
+    assert run_and_step(tmp_path / "me@work" / "r")[1] == ""
 
 
 def test_adapters_are_found_by_name(tmp_path: Path) -> None:

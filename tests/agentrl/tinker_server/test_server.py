@@ -105,8 +105,11 @@ def test_mistakes_are_named(client: Client) -> None:
     taken = client.done("save_weights", {"model_id": model_id, "seq_id": 5, "path": "a"})
     assert taken["category"] == "user"
     assert "take another name" in taken["error"]
-    outside = {"model_id": model_id, "path": "tinker://../../weights", "optimizer": True}
-    assert "path: " in client.done("load_weights", outside)["error"]
+    for path in ("../../weights", "../weights/a", f"{model_id}/weights/..", f"{model_id}/a/a"):
+        outside = {"model_id": model_id, "path": f"tinker://{path}", "optimizer": True}
+        assert client.done("load_weights", outside)["error"].startswith("ValueError: path: "), path
+    for session in ("..", "a/b", "/a"):
+        assert "name: got" in client.done("create_model", model(session, 0))["error"]
     absent = client.post("optim_step", {"model_id": "s:train:9", "adam_params": ADAM})
     assert absent.status_code == 404
     assert client.fetch("none").status_code == 410

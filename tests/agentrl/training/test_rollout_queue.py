@@ -277,4 +277,4 @@ def test_an_evaluation_does_not_wait_for_the_next_steps_rollouts(hands: Hands) -
     done = hands.execute(plan, nothing)
     assert ran == [rollout.id for rollout in done]
     assert {rollout.purpose for rollout in done} == {Purpose.EVAL}
-    assert len(hands.store.unfinished_ids(ahead)) == len(ahead)
+    assert hands.store.unfinished_ids(hands.run_id, Purpose.TRAIN) >= {*ahead}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from agentrl_tracer.schemas import (
     CallState,
     Claim,
     NewRollout,
+    PromptKinds,
     Purpose,
     Reward,
     SkipReason,
@@ -30,10 +32,10 @@ async def test_the_sum_notices_a_lost_record(store: Store, claim: Claim) -> None
         await writer.finish(call_of(claim, name))
     writer.close()
     store.settle(trained={"a": 1}, skipped={"b": SkipReason.ZERO_ADVANTAGE})
-    assert store.accounting(claim.run_id).adds_up
+    assert store.verify(claim.run_id).fault is None
     with store.db.write() as c:  # break it on purpose
         c.execute(tables.calls.delete().where(tables.calls.c.id == "b"))
-    assert not store.accounting(claim.run_id).adds_up
+    assert "2 calls, and the store holds 1" in (store.verify(claim.run_id).fault or "")
 
 
 def test_continuity_is_counted_for_each_rollout(store: Store, claim: Claim) -> None:
@@ -47,8 +49,13 @@ def test_continuity_is_counted_for_each_rollout(store: Store, claim: Claim) -> N
     calls = [call_of(claim, f"c{i}", params=params) for i, params in enumerate(params_of_calls)]
     store.write_calls("boot", [], calls, len(calls))
     expected = {"first_call": 1, "continued": 3, "history_edited": 1}
-    assert store.continuity(claim.run_id) == {claim.rollout_id: expected}
-    assert store.continuity("another") == {}
+    kinds = [PromptKinds(Counter(expected), 1, claim.rollout_id)]
+    assert store.continuity(claim.run_id) == kinds  # counted from its calls
+    store.settle(trained={}, skipped={}, calls=store.calls(rollout_ids=[claim.rollout_id]))
+    with store.db.write() as c:
+        c.execute(tables.calls.delete())
+    assert store.continuity(claim.run_id) == kinds  # kept
+    assert store.continuity("another") == []
 
 
 def test_a_verdict_stands(store: Store, claim: Claim) -> None:

@@ -123,7 +123,7 @@ import sys
 from agentrl_tracer.schemas import AttemptState
 from agentrl_tracer.store import Store
 
-store = Store(sys.argv[1], pooled=False)
+store = Store(sys.argv[1])
 while claim := store.claim("r", 30, sys.argv[2]):
     print(claim.rollout_id)
     store.end_attempt(claim.attempt_id, AttemptState.SUCCEEDED)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from agentrl_tracer.store.calls import CallStore
 from agentrl_tracer.store.database import Database
+from agentrl_tracer.store.faults import PATIENCE_S, StoreError
 from agentrl_tracer.store.leases import LeaseStore
 from agentrl_tracer.store.runs import RunStore
 
-__all__ = ["Store"]
+__all__ = ["Store", "StoreError"]
 
 
 class Store(RunStore, LeaseStore, CallStore):
@@ -17,14 +18,16 @@ class Store(RunStore, LeaseStore, CallStore):
 
     Args:
         url: a path (SQLite), or an SQLAlchemy URL such as ``postgresql://user@host/agentrl``.
-        pooled: False keeps no connection open between transactions, for processes that fork.
+        patience_s: how long a method waits for a database that is away. The log says so.
 
     Raises:
+        StoreError: the database is away for longer, or cannot be used; says what to do. Methods
+            raise it, too.
         RuntimeError: the database was made by a newer agentrl.
     """
 
-    def __init__(self, url: str, *, pooled: bool = True) -> None:
-        self.db = Database(url, pooled=pooled)
+    def __init__(self, url: str, *, patience_s: float = PATIENCE_S) -> None:
+        self.db = Database(url, patience_s=patience_s)
         self.url = self.db.url
         self.is_remote = self.db.is_remote
 

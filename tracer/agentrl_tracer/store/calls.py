@@ -1,8 +1,7 @@
-"""Record calls, spans and rewards, judge calls, and keep the sum that must hold."""
+"""Record calls, spans and rewards, and read them."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -12,30 +11,30 @@ from typing import Any
 import sqlalchemy as sa
 
 from agentrl_tracer.schemas import (
-    Accounting,
     AttemptState,
     Call,
     CallState,
     Json,
     PastCall,
     Reward,
-    RolloutState,
     SkipReason,
     Span,
 )
 from agentrl_tracer.store import tables as t
-from agentrl_tracer.store.database import json_text
 from agentrl_tracer.store.rewards import RewardStore
+from agentrl_tracer.store.statements import json_text
+from agentrl_tracer.store.verdicts import VerdictStore
 
 _CALL_COLUMNS = [t.calls.c[name] for name in Call.__dataclass_fields__]
 # A verdict stands: a call judged while it was open keeps its verdict when it finishes.
 _VERDICT = ("trained_step", "skip_reason")
 _CALL_UPDATES = tuple(c.name for c in _CALL_COLUMNS if c.name not in ("id", *_VERDICT))
-_UNJUDGED = sa.and_(t.calls.c.trained_step.is_(None), t.calls.c.skip_reason.is_(None))
+_WITHOUT_BODIES = [c for c in _CALL_COLUMNS if c.name not in ("request", "response")]
+_IN_ORDER = attrgetter("attempt_id", "seq", "choice")
 
 _ROW = (*(c.name for c in _CALL_COLUMNS), "gateway")
 _values = attrgetter(*Call.__dataclass_fields__)
-_SKIP_REASON = _ROW.index("skip_reason")
+_ID, _RUN, _SKIP_REASON = (_ROW.index(name) for name in ("id", "run_id", "skip_reason"))
 _TOKEN_BYTES = 4
 
 # Statements of the hot path are built once: building one costs as much as executing it.
@@ -73,7 +72,7 @@ class Delivery:
     rewards: Sequence[Reward] = ()
 
 
-class CallStore(RewardStore):
+class CallStore(VerdictStore, RewardStore):
     def write_calls(
         self,
         boot_id: str,
@@ -96,12 +95,18 @@ class CallStore(RewardStore):
         finished = [item for item in arrived if isinstance(item, Call)]
         done = {call.id for call in finished}
         marks = [(*_values(call), boot_id) for call in opened if call.id not in done]
+        judged = {row[_ID]: (row[_RUN], row[_SKIP_REASON]) for row in marks if row[_SKIP_REASON]}
         with self.db.write_hot(wait=wait) as c:
             states = self._attempt_states(c, {item.attempt_id for item in arrived} - {None})
-            if marks:
-                self.db.insert_rows(c, t.calls, _ROW, marks)
+            rows = list[list[Any]]()
             if finished:
                 rows = [_finished_row(call, states, boot_id) for call in finished]
+                judged |= {r[_ID]: (r[_RUN], r[_SKIP_REASON]) for r in rows if r[_SKIP_REASON]}
+            if judged:
+                self._count_written(c, judged)
+            if marks:
+                self.db.insert_rows(c, t.calls, _ROW, marks)
+            if rows:
                 self.db.insert_rows(c, t.calls, _ROW, rows, _CALL_UPDATES, _VERDICT)
             if opened or finished:
                 count = self.db.compiled(_SET_PROXIED, ("boot", "count"))
@@ -152,84 +157,27 @@ class CallStore(RewardStore):
         *,
         rollout_ids: Collection[str] | None = None,
         attempt_ids: Collection[str] | None = None,
+        bodies: bool = True,
     ) -> list[Call]:
-        """Return calls of these rollouts or attempts, by attempt and order of acceptance."""
-        query = sa.select(*_CALL_COLUMNS)
+        """Return calls of these rollouts or attempts, by attempt and order of acceptance.
+
+        Args:
+            bodies: False leaves ``request`` and ``response`` out (None).
+        """
+        query = sa.select(*(_CALL_COLUMNS if bodies else _WITHOUT_BODIES))
         if rollout_ids is not None:
-            query = query.where(t.calls.c.rollout_id.in_(rollout_ids))
+            query = query.where(self.db.among(t.calls.c.rollout_id, rollout_ids))
         if attempt_ids is not None:
-            query = query.where(t.calls.c.attempt_id.in_(attempt_ids))
-        query = query.order_by(t.calls.c.attempt_id, t.calls.c.seq, t.calls.c.choice)
-        return [_call(row) for row in self.db.fetch(query)]
+            query = query.where(self.db.among(t.calls.c.attempt_id, attempt_ids))
+        left_out = {} if bodies else {"request": None, "response": None}
+        # Sorted here: a database would copy the rows, tokens and all.
+        found = [_call({**row, **left_out}) for row in self.db.fetch(query)]
+        return sorted(found, key=_IN_ORDER)
 
     def spans(self, rollout_id: str) -> list[Span]:
         """Return the rollout's spans in order of their start."""
         query = sa.select(t.spans).where(t.spans.c.rollout_id == rollout_id)
         return [Span(**row) for row in self.db.fetch(query.order_by(t.spans.c.start_ns))]
-
-    def continuity(self, run_id: str) -> dict[str, Counter[str]]:
-        """Count how the prompts of each rollout began, by rollout id and by kind.
-
-        ``continued``: with the exact tokens of an earlier call. The other kinds say why not, or
-        (beside ``continued``) why not with the last reply; see
-        ``agentrl_proxy.rendering.continuity.Branch``. Provider models' calls have no prompt here.
-        """
-        query = sa.select(t.calls.c.rollout_id, t.calls.c.params).where(
-            t.calls.c.run_id == run_id, t.calls.c.rollout_id.is_not(None), t.calls.c.choice == 0
-        )
-        found: dict[str, Counter[str]] = {}
-        for row in self.db.fetch(query):
-            params = row["params"]
-            if params.get("continued") is not None:
-                kinds = ("continued" if params["continued"] else None, params.get("branched"))
-                counts = found.setdefault(row["rollout_id"], Counter())
-                counts.update(kind for kind in kinds if kind is not None)
-        return found
-
-    def settle(self, *, trained: Mapping[str, int], skipped: Mapping[str, SkipReason]) -> None:
-        """Give calls their verdict: the step that trained on them, or why none did.
-
-        A call judged before keeps its first verdict.
-        """
-        judged = t.calls.update().where(t.calls.c.id == sa.bindparam("call_id"), _UNJUDGED)
-        with self.db.write() as c:
-            for column, verdicts in (("trained_step", trained), ("skip_reason", skipped)):
-                if verdicts:
-                    rows = [{"call_id": i, column: verdict} for i, verdict in verdicts.items()]
-                    c.execute(judged, rows)
-
-    def supersede(self, run_id: str, after_step: int) -> int:
-        """Mark calls that a resumed run repeats as superseded; return their number.
-
-        These are the calls that later steps trained on, calls without a verdict, and all calls of
-        canceled rollouts.
-        """
-        canceled = sa.select(t.rollouts.c.id).where(
-            t.rollouts.c.run_id == run_id, t.rollouts.c.state == RolloutState.CANCELLED
-        )
-        repeated = sa.or_(
-            _UNJUDGED, t.calls.c.trained_step > after_step, t.calls.c.rollout_id.in_(canceled)
-        )
-        return self.db.execute(
-            t.calls.update()
-            .where(t.calls.c.run_id == run_id, repeated)
-            .values(trained_step=None, skip_reason=SkipReason.SUPERSEDED)
-        )
-
-    def accounting(self, run_id: str) -> Accounting:
-        """Return the run's sums, read in one transaction."""
-        verdict = (t.calls.c.skip_reason, t.calls.c.trained_step.is_not(None))
-        gateways = sa.select(sa.func.sum(t.gateways.c.proxied)).where(t.gateways.c.run_id == run_id)
-        calls = sa.select(*verdict, sa.func.count()).where(t.calls.c.run_id == run_id)
-        with self.db.write() as c:
-            proxied = c.execute(gateways).scalar() or 0
-            rows = c.execute(calls.group_by(*verdict)).all()
-        counts: Counter[str | None] = Counter()
-        for reason, was_trained, count in rows:
-            counts["trained" if was_trained else reason] += count
-        trained, pending = counts.pop("trained", 0), counts.pop(None, 0)
-        skipped = {str(reason): count for reason, count in counts.items()}
-        return Accounting(proxied, sum(row[2] for row in rows), trained, skipped, pending)
 
 
 def _is_open(item: Call | Delivery, states: Mapping[str, AttemptState]) -> bool:

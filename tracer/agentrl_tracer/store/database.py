@@ -1,4 +1,4 @@
-"""Open the database: URLs, pragmas, transactions, statements, migrations.
+"""Open the database: URLs, pragmas, transactions, migrations.
 
 SQLite runs in WAL mode with ``synchronous=NORMAL``: a committed transaction survives the death of
 any process (``kill -9``), but the last few may be lost when the machine loses power.
@@ -6,59 +6,68 @@ any process (``kill -9``), but the last few may be lost when the machine loses p
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from functools import cache, partial
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
-import orjson
 import sqlalchemy as sa
 from sqlalchemy import event
-from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.exc import OperationalError
-from sqlalchemy.pool import NullPool
-from sqlalchemy.sql.compiler import SQLCompiler
+from sqlalchemy.dialects import postgresql
+from sqlalchemy.exc import ArgumentError, NoSuchModuleError
 
+from agentrl_tracer.store.faults import PATIENCE_S, StoreError, Waiting, patiently
+from agentrl_tracer.store.statements import CompiledStatement, json_text, json_value, upsert
 from agentrl_tracer.store.tables import metadata
 
 if sys.platform != "win32":
     import fcntl
 
-_ONE_READ = "agentrl_one_read"  # execution option: a single statement, without a transaction
-_BUSY_MS = 30_000  # how long a writer waits for SQLite's write lock
+T = TypeVar("T")
+
+_BEGIN = "agentrl_begin"  # execution option: how an SQLite transaction begins
+_BUSY_MS = 5_000  # how long SQLite waits for a lock before it says so
+_TURN_S = 1.0  # between looks at a turn that does not come
+_CONNECT = {  # a server that is gone without a word is noticed within a minute
+    "connect_timeout": 10,
+    "keepalives_idle": 30,
+    "keepalives_interval": 10,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 60_000,
+}
 
 HEAD = "0003"  # the newest migration; a test compares it with the scripts
 
 
-def json_text(value: Any) -> str:
-    """Serialize for a JSON column: the same text for the same value in both databases."""
-    try:
-        return orjson.dumps(value).decode()  # eight times as fast as json
-    except TypeError:  # integers beyond 64 bits, lone surrogates, very deep nesting
-        return json.dumps(value)
+def open_engine(url: str) -> sa.Engine:
+    """Return an engine, without connecting.
 
+    A forked child must neither use nor close a connection that it inherits.
 
-def open_engine(url: str, *, pooled: bool) -> sa.Engine:
-    """Return an engine; ``pooled=False`` keeps no connection open between transactions.
-
-    A forked child must neither use nor close a connection that it inherits. Open the store
-    unpooled where one might; runners keep their connection, since an attempt does neither.
+    Raises:
+        StoreError: the URL is wrong, or the database's driver is not installed.
     """
-    options: dict[str, Any] = {"json_serializer": json_text}
-    if not pooled:
-        options["poolclass"] = NullPool
-    if not url.startswith("sqlite"):
-        return sa.create_engine(url, pool_pre_ping=pooled, **options)
-    file = sa.make_url(url).database
-    if file:
-        Path(file).parent.mkdir(parents=True, exist_ok=True)
-    engine = sa.create_engine(url, connect_args={"check_same_thread": False}, **options)
+    codec: dict[str, Any] = {"json_serializer": json_text, "json_deserializer": json_value}
+    try:
+        parsed = sa.make_url(url)
+        if parsed.get_backend_name() == "postgresql":
+            wanted = {key: value for key, value in _CONNECT.items() if key not in parsed.query}
+            return sa.create_engine(url, pool_pre_ping=True, connect_args=wanted, **codec)
+        engine = sa.create_engine(url, connect_args={"check_same_thread": False}, **codec)
+    except ModuleNotFoundError as error:
+        raise StoreError(
+            f"store: PostgreSQL needs {error.name}, which is not installed: "
+            "pip install 'psycopg[binary]'"
+        ) from error
+    except (ArgumentError, NoSuchModuleError) as error:
+        raise StoreError(
+            "store: must be a path, or a URL like postgresql://user@host/database"
+        ) from error
 
     @event.listens_for(engine, "connect")
     def _prepare(connection: Any, _record: Any) -> None:
@@ -72,93 +81,41 @@ def open_engine(url: str, *, pooled: bool) -> sa.Engine:
     def _begin(connection: sa.Connection) -> None:
         # IMMEDIATE takes the write lock at once. A deferred transaction that reads first and
         # writes later fails with "database is locked" instead of waiting its turn.
-        if not connection.get_execution_options().get(_ONE_READ):
-            connection.exec_driver_sql("BEGIN IMMEDIATE")
+        if how := connection.get_execution_options().get(_BEGIN, "BEGIN IMMEDIATE"):
+            connection.exec_driver_sql(how)
 
     return engine
 
 
-@cache  # building a statement costs several times as much as executing it
-def upsert(
-    is_postgres: bool, table: sa.Table, update: tuple[str, ...] = (), keep: tuple[str, ...] = ()
-) -> sa.Executable:
-    """Build INSERT … ON CONFLICT on the primary key.
-
-    An existing row gets the new ``update`` columns, and the new ``keep`` columns where it has
-    nulls. With neither, it stays as it is.
-    """
-    insert: Any = postgresql.insert(table) if is_postgres else sqlite.insert(table)
-    key = list(table.primary_key.columns)
-    changes: dict[str, Any] = {name: insert.excluded[name] for name in update}
-    changes |= {name: sa.func.coalesce(table.c[name], insert.excluded[name]) for name in keep}
-    if not changes:
-        return insert.on_conflict_do_nothing(index_elements=key)
-    return insert.on_conflict_do_update(index_elements=key, set_=changes)
-
-
-class CompiledStatement:
-    """One statement, compiled for one database.
-
-    Through SQLAlchemy a group commit of one call costs 215 us of CPU; with compiled statements it
-    costs 92, most of it SQLite's own.
+class Database:
+    """An engine and the ways to use it.
 
     Args:
-        names: the parameters, in the order in which rows give their values.
+        patience_s: how long ``execute``, ``fetch``, ``look_up``, ``transact`` and ``snapshot`` wait
+            for a database that is away.
     """
 
-    def __init__(self, statement: sa.Executable, names: Sequence[str], dialect: Any) -> None:
-        element = cast(sa.ClauseElement, statement)
-        columns = list(names) if isinstance(statement, sa.Insert) else None
-        compiled = cast(SQLCompiler, element.compile(dialect=dialect, column_keys=columns))
-        assert set(compiled.binds) == set(names), (set(compiled.binds), names)
-        self.sql = compiled.string
-        self._names = tuple(names)
-        # SQLite takes parameters by position, psycopg by name.
-        order = compiled.positiontup
-        self._order = None if order is None else [names.index(name) for name in order]
-        if self._order == list(range(len(names))):
-            self._order = []  # already in order
-        kinds: list[Any] = [compiled.binds[name].type.dialect_impl(dialect) for name in names]
-        processors = [kind.bind_processor(dialect) for kind in kinds]
-        self._processors = [(i, process) for i, process in enumerate(processors) if process]
-
-    def parameters(self, row: Sequence[Any]) -> Any:
-        """Convert a row to the driver's parameters."""
-        values = list(row)
-        for i, process in self._processors:
-            values[i] = process(values[i])
-        if self._order is None:
-            return dict(zip(self._names, values, strict=True))
-        return [values[i] for i in self._order] if self._order else values
-
-    def first_value(self, connection: Any, row: Sequence[Any]) -> Any:
-        """Execute a select on a driver's connection; return its first value, or None."""
-        # Closed: an open statement would keep reading the present snapshot.
-        with closing(connection.cursor()) as cursor:
-            cursor.execute(self.sql, self.parameters(row))
-            found = cursor.fetchone()
-        return None if found is None else found[0]
-
-
-class Database:
-    """An engine and the ways to use it."""
-
-    def __init__(self, url: str, *, pooled: bool = True) -> None:
+    def __init__(self, url: str, *, patience_s: float = PATIENCE_S) -> None:
         if "://" not in url:  # a path
             url = f"sqlite:///{Path(url).absolute()}"
         if url.startswith(("postgres://", "postgresql://")):
             url = "postgresql+psycopg://" + url.partition("://")[2]
-        self.url = url
-        self.engine = open_engine(url, pooled=pooled)
+        self.url, self.patience_s = url, patience_s
+        self.engine = open_engine(url)
         self.is_remote = not self.url.startswith("sqlite")
         self.upsert = partial(upsert, self.is_remote)
+        self.name = self.engine.url.render_as_string()  # without its password
         file = None if self.is_remote else self.engine.url.database
         # PostgreSQL queues writers itself, and Windows has no flock.
         self._queue = f"{file}-queue" if file and sys.platform != "win32" else None
         self._compiled: dict[sa.Executable, CompiledStatement] = {}
         self._no_wait: Any = None  # a connection that never waits for a lock
         self._no_wait_thread = 0  # the only thread that may use it
-        self._migrate()
+        self.patiently(partial(self._migrate, file))
+
+    def patiently(self, action: Callable[[], T]) -> T:
+        """Repeat ``action``, a whole transaction, while the database is away; see ``faults``."""
+        return patiently(self.name, self.patience_s, action)
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -174,34 +131,87 @@ class Database:
         # Opened for each turn: flock tells open files apart, not threads.
         file = os.open(self._queue, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            self._lock(file)
             yield
         finally:
             fcntl.flock(file, fcntl.LOCK_UN)  # a forked child may keep the file open
             os.close(file)
 
+    def _lock(self, file: int) -> None:
+        """Take the lock, and say so if that takes long: its holder may be stopped."""
+        with suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        if not self.patience_s:  # of a worker, which forks and has no threads
+            fcntl.flock(file, fcntl.LOCK_EX)
+            return
+        waiting = Waiting(self.name, self.patience_s)
+        thread = threading.Thread(target=fcntl.flock, args=(file, fcntl.LOCK_EX), daemon=True)
+        thread.start()
+        thread.join(_TURN_S)
+        while thread.is_alive():
+            waiting.still("another process holds its lock, or is stopped with it")
+            thread.join(_TURN_S)
+        waiting.over()
+
     @contextmanager
     def write(self) -> Iterator[sa.Connection]:
-        """One transaction that holds the write lock; also for consistent reads of several kinds."""
+        """One transaction that holds the write lock; it fails if the database is away."""
         with self._turn(), self.engine.begin() as connection:
             yield connection
 
     @contextmanager
     def read(self) -> Iterator[sa.Connection]:
         """Single statements outside any transaction, which never wait for a writer."""
-        options = {"isolation_level": "AUTOCOMMIT"} if self.is_remote else {_ONE_READ: True}
+        options = {"isolation_level": "AUTOCOMMIT"} if self.is_remote else {_BEGIN: ""}
         with self.engine.connect() as connection:
             yield connection.execution_options(**options)
 
     def execute(self, statement: sa.Executable, rows: Any = None) -> int:
-        """Execute one statement in a transaction of its own; return how many rows it changed."""
-        with self.write() as connection:
-            return cast(Any, connection.execute(statement, rows)).rowcount
+        """Execute one statement in a transaction of its own; return how many rows it changed.
+
+        Done twice, it must come out the same.
+        """
+        return self.transact(lambda c: cast(Any, c.execute(statement, rows)).rowcount)
+
+    def transact(self, work: Callable[[sa.Connection], T]) -> T:
+        """Do ``work`` in one transaction that holds the write lock, when the database is there.
+
+        The answer to a commit may get lost: done twice, it must come out the same.
+        """
+
+        def attempt() -> T:
+            with self.write() as connection:
+                return work(connection)
+
+        return self.patiently(attempt)
+
+    def snapshot(self, work: Callable[[sa.Connection], T]) -> T:
+        """Read several things as of one moment, without keeping a writer waiting."""
+        level = {"isolation_level": "REPEATABLE READ"} if self.is_remote else {_BEGIN: "BEGIN"}
+
+        def attempt() -> T:
+            with self.engine.connect().execution_options(**level) as connection:
+                return work(connection)
+
+        return self.patiently(attempt)
+
+    def among(self, column: sa.Column[Any], ids: Collection[str]) -> sa.ColumnElement[bool]:
+        """Build ``column IN ids``, as one parameter: PostgreSQL takes 65,535 at most."""
+        if self.is_remote:
+            values = sa.bindparam(None, list(ids), type_=postgresql.ARRAY(sa.Text))
+            return column == sa.func.any(values)
+        listed = sa.func.json_each(json_text(list(ids))).table_valued("value")
+        return column.in_(sa.select(listed.c.value))
 
     def fetch(self, query: sa.Executable, parameters: Any = None) -> Sequence[sa.RowMapping]:
         """Return all rows of one query."""
-        with self.read() as connection:
-            return connection.execute(query, parameters).mappings().all()
+
+        def attempt() -> Sequence[sa.RowMapping]:
+            with self.read() as connection:
+                return connection.execute(query, parameters).mappings().all()
+
+        return self.patiently(attempt)
 
     def look_up(self, statement: sa.Select[Any], **parameters: str) -> Any:
         """Return the first value of a select, or None; for lookups on every request.
@@ -216,8 +226,12 @@ class Database:
             # last reads in 6 us, one of the pool in 40.
             with suppress(self.engine.dialect.loaded_dbapi.OperationalError):
                 return compiled.first_value(self._no_wait, row)
-        with closing(self.engine.raw_connection()) as connection:
-            return compiled.first_value(connection, row)
+
+        def attempt() -> Any:
+            with closing(self.engine.raw_connection()) as connection:
+                return compiled.first_value(connection, row)
+
+        return self.patiently(attempt)
 
     def compiled(self, statement: sa.Executable, names: Sequence[str]) -> CompiledStatement:
         """Return a statement for ``write_hot``, compiled once."""
@@ -235,10 +249,10 @@ class Database:
 
     def insert_rows(
         self, cursor: Any, table: sa.Table, names: tuple[str, ...], rows: Any,
-        update: tuple[str, ...] = (), keep: tuple[str, ...] = (),
+        update: tuple[str, ...] = (), keep: tuple[str, ...] = (), add: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
         """Upsert rows, with the cursor of ``write_hot``."""
-        insert = self.compiled(self.upsert(table, update, keep), names)
+        insert = self.compiled(self.upsert(table, update, keep, add), names)
         cursor.executemany(insert.sql, [insert.parameters(row) for row in rows])
 
     @contextmanager
@@ -274,19 +288,16 @@ class Database:
         self._no_wait_thread = threading.get_ident()
         return connection
 
-    def is_operational(self, error: Exception) -> bool:
-        """Whether the database failed, not the data: a full disk, a lock, a lost connection."""
-        driver: Any = self.engine.dialect.loaded_dbapi
-        return isinstance(error, (OperationalError, driver.OperationalError))
-
     def close(self) -> None:
         if self._no_wait is not None:
             self._no_wait.close()
             self._no_wait = None
         self.engine.dispose()
 
-    def _migrate(self) -> None:
-        """Bring the schema to ``HEAD``."""
+    def _migrate(self, file: str | None) -> None:
+        """Bring the schema to ``HEAD``; a new file gets its folder."""
+        if file:
+            Path(file).parent.mkdir(parents=True, exist_ok=True)
         with self.read() as connection:
             if _revision(connection) == HEAD:
                 return  # usually: one query

@@ -46,20 +46,22 @@ class LeaseStore(RolloutStore):
         if not self.db.fetch(_ANY_QUEUED, run):  # idle runners poll without the write lock
             return None
         now = time.time()
-        with self.db.write() as c:
+        attempt_id, key = new_id(), f"sk-agentrl-{secrets.token_urlsafe(24)}"
+
+        def work(c: sa.Connection) -> Claim | None:
             row = c.execute(_FIRST_QUEUED, run).mappings().first()
             if row is None:
                 return None
             claim = Claim(
                 rollout_id=row["id"],
-                attempt_id=new_id(),
+                attempt_id=attempt_id,
                 attempt_number=row["attempts"] + 1,
                 run_id=row["run_id"],
                 purpose=Purpose(row["purpose"]),
                 step=row["step"],
                 task_id=row["task_id"],
                 task=row["task"],
-                key=f"sk-agentrl-{secrets.token_urlsafe(24)}",
+                key=key,
                 lease_expires_at=now + lease_s,
             )
             number, started = claim.attempt_number, row["started_at"] or now
@@ -72,7 +74,9 @@ class LeaseStore(RolloutStore):
                 "key_hash": _hash(claim.key),
             }  # fmt: skip
             c.execute(_INSERT_ATTEMPT, attempt)
-        return claim
+            return claim
+
+        return self.db.transact(work)
 
     def heartbeat(self, attempt_id: str, lease_s: float) -> bool:
         """Renew the lease. False: the attempt is sealed (lease lost, or canceled); stop it."""
@@ -92,11 +96,14 @@ class LeaseStore(RolloutStore):
         )
         if not self.db.fetch(overdue.limit(1)):
             return []
-        with self.db.write() as c:
+
+        def work(c: sa.Connection) -> list[str]:
             ids = list(c.execute(overdue).scalars())
             for attempt_id in ids:
                 self._seal(c, attempt_id, AttemptState.LOST, "its runner stopped heartbeating")
-        return ids
+            return ids
+
+        return self.db.transact(work)
 
     def authenticate(self, key: str) -> AttemptRef | None:
         """Return the attempt that a key belongs to, sealed or not; None for an unknown key."""

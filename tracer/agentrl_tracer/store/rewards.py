@@ -22,7 +22,7 @@ class RewardStore:
 
     def rewards(self, rollout_ids: Collection[str]) -> list[Reward]:
         """Return the rewards of these rollouts in order of creation."""
-        query = sa.select(t.rewards).where(t.rewards.c.rollout_id.in_(rollout_ids))
+        query = sa.select(t.rewards).where(self.db.among(t.rewards.c.rollout_id, rollout_ids))
         return [Reward(**row) for row in self.db.fetch(query.order_by(t.rewards.c.created_at))]
 
     def _add_rewards(self, c: Any, rewards: Sequence[Reward]) -> None:

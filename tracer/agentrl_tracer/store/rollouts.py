@@ -44,6 +44,13 @@ _WITH_POLICIES = (
     .where(t.attempts.c.id == sa.bindparam("attempt"))
 )
 
+_UNFINISHED_IDS = sa.select(t.rollouts.c.id).where(
+    t.rollouts.c.run_id == sa.bindparam("run"),
+    t.rollouts.c.step >= sa.bindparam("since"),
+    t.rollouts.c.purpose == sa.bindparam("purpose"),
+    _UNFINISHED,
+)
+
 _POLICY_OF = {
     AttemptState.ERROR: "on_error",
     AttemptState.TIMEOUT: "on_timeout",
@@ -55,24 +62,29 @@ class RolloutStore(RewardStore):
     def enqueue(self, run_id: str, new: Sequence[NewRollout], *, first: bool = False) -> list[str]:
         """Queue rollouts in order, behind all others or (``first``) before them; return ids."""
         end = sa.func.min if first else sa.func.max
-        with self.db.write() as c:
+        rows = [
+            {
+                **asdict(rollout),
+                "id": new_id(),
+                "run_id": run_id,
+                "state": RolloutState.QUEUED,
+                "attempts": 0,
+                "infrastructure_retries": 0,
+                "created_at": time.time(),
+            }
+            for rollout in new
+        ]
+
+        def work(c: sa.Connection) -> None:
+            if self.db.is_remote:  # runs that share the database number their rollouts in turn
+                c.execute(sa.text("SELECT pg_advisory_xact_lock(727275)"))
             found = c.execute(sa.select(sa.func.coalesce(end(t.rollouts.c.ordinal), 0)))
-            ordinal = found.scalar_one() + (-len(new) if first else 1)
-            rows = [
-                {
-                    **asdict(rollout),
-                    "id": new_id(),
-                    "ordinal": ordinal + i,
-                    "run_id": run_id,
-                    "state": RolloutState.QUEUED,
-                    "attempts": 0,
-                    "infrastructure_retries": 0,
-                    "created_at": time.time(),
-                }
-                for i, rollout in enumerate(new)
-            ]
-            if rows:
-                c.execute(t.rollouts.insert(), rows)
+            ordinal = found.scalar_one() + (-len(rows) if first else 1)
+            numbered = [{**row, "ordinal": ordinal + i} for i, row in enumerate(rows)]
+            c.execute(self.db.upsert(t.rollouts), numbered)
+
+        if rows:
+            self.db.transact(work)
         return [row["id"] for row in rows]
 
     def end_attempt(
@@ -87,8 +99,7 @@ class RolloutStore(RewardStore):
 
         Returns the rollout's new state; None when the attempt was already sealed.
         """
-        with self.db.write() as c:
-            return self._seal(c, attempt_id, state, error, log)
+        return self.db.transact(lambda c: self._seal(c, attempt_id, state, error, log))
 
     def _seal(
         self,
@@ -145,7 +156,8 @@ class RolloutStore(RewardStore):
                 canceled = sa.or_(canceled, sa.and_(t.rollouts.c.step == after_step, evaluation))
         canceled = sa.and_(t.rollouts.c.run_id == run_id, canceled)
         now = time.time()
-        with self.db.write() as c:
+
+        def work(c: sa.Connection) -> int:
             of_canceled = t.attempts.c.rollout_id.in_(sa.select(t.rollouts.c.id).where(canceled))
             c.execute(
                 t.attempts.update()
@@ -158,6 +170,8 @@ class RolloutStore(RewardStore):
                 .values(state=RolloutState.CANCELLED, reason=reason, ended_at=now)
             ).rowcount
 
+        return self.db.transact(work)
+
     def rollouts(
         self,
         run_id: str,
@@ -169,14 +183,15 @@ class RolloutStore(RewardStore):
         """Return rollouts of a run in queue order."""
         query = sa.select(*_ROLLOUT_COLUMNS).where(*_of_run(run_id, step, purpose))
         if ids is not None:
-            query = query.where(t.rollouts.c.id.in_(ids))
+            query = query.where(self.db.among(t.rollouts.c.id, ids))
         rows = self.db.fetch(query.order_by(t.rollouts.c.ordinal))
         types = {"state": RolloutState, "purpose": Purpose}
         return [Rollout(**{**row, **{k: f(row[k]) for k, f in types.items()}}) for row in rows]
 
     def attempts(self, rollout_ids: Collection[str]) -> list[Attempt]:
         """Return the attempts of these rollouts in order of their start."""
-        query = sa.select(*_ATTEMPT_COLUMNS).where(t.attempts.c.rollout_id.in_(rollout_ids))
+        mine = self.db.among(t.attempts.c.rollout_id, rollout_ids)
+        query = sa.select(*_ATTEMPT_COLUMNS).where(mine)
         rows = self.db.fetch(query.order_by(t.attempts.c.started_at))
         return [Attempt(**{**row, "state": AttemptState(row["state"])}) for row in rows]
 
@@ -188,26 +203,32 @@ class RolloutStore(RewardStore):
         # A resumed run cancels what it repeats: those attempts are no longer counted.
         ids = sa.select(t.rollouts.c.id).where(*mine, t.rollouts.c.state != RolloutState.CANCELLED)
 
-        def counts(column: sa.Column[str], *conditions: sa.ColumnElement[bool]) -> dict[str, int]:
-            query = sa.select(column, sa.func.count()).where(*conditions).group_by(column)
-            return {row[0]: row[1] for row in c.execute(query)}
-
         by_policies = (t.rewards.c.rollout_id.in_(ids), t.rewards.c.key == POLICY_REWARD_KEY)
-        with self.db.write() as c:
+
+        def work(c: sa.Connection) -> Outcomes:
+            def counts(column: sa.Column[str], *wanted: sa.ColumnElement[bool]) -> dict[str, int]:
+                query = sa.select(column, sa.func.count()).where(*wanted).group_by(column)
+                return {row[0]: row[1] for row in c.execute(query)}
+
             return Outcomes(
                 rollouts=counts(t.rollouts.c.state, *mine),
                 attempts=counts(t.attempts.c.state, t.attempts.c.rollout_id.in_(ids)),
                 policy_rewards=counts(t.rewards.c.name, *by_policies),
             )
 
-    def unfinished_ids(self, ids: Collection[str]) -> set[str]:
-        """Return which of these rollouts are queued or running."""
-        query = sa.select(t.rollouts.c.id).where(t.rollouts.c.id.in_(ids), _UNFINISHED)
-        return {row["id"] for row in self.db.fetch(query)}
+        return self.db.snapshot(work)
+
+    def unfinished_ids(self, run_id: str, purpose: Purpose, *, since_step: int = 0) -> set[str]:
+        """Return the rollouts of ``since_step`` and later that are queued or running."""
+        rows = self.db.fetch(
+            _UNFINISHED_IDS, {"run": run_id, "purpose": purpose, "since": since_step}
+        )
+        return {row["id"] for row in rows}
 
     def move_to_step(self, ids: Collection[str], step: int) -> None:
         """Assign rollouts to another step than they were queued for."""
-        self.db.execute(t.rollouts.update().where(t.rollouts.c.id.in_(ids)).values(step=step))
+        mine = self.db.among(t.rollouts.c.id, ids)
+        self.db.execute(t.rollouts.update().where(mine).values(step=step))
 
 
 def _of_run(run_id: str, step: int | None, purpose: Purpose | None) -> list[sa.ColumnElement[bool]]:

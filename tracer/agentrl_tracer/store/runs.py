@@ -11,17 +11,17 @@ import sqlalchemy as sa
 
 from agentrl_tracer.schemas import AdapterVersion, CallState, Json, Policies, SkipReason
 from agentrl_tracer.store import tables as t
-from agentrl_tracer.store.database import Database
+from agentrl_tracer.store.verdicts import UNJUDGED, VerdictStore
+
+_LOST = "the gateway died before it answered"
 
 
-class RunStore:
-    db: Database
-
+class RunStore(VerdictStore):
     def create_run(
         self, name: str, kind: str, config: Json, policies: Policies | None = None
     ) -> str:
         """Register a run of kind train, eval or serve; return its id."""
-        row = {
+        row: Json = {
             "id": secrets.token_hex(4),
             "name": name,
             "kind": kind,
@@ -30,7 +30,7 @@ class RunStore:
             "policies": asdict(policies or Policies()),
             "created_at": time.time(),
         }
-        self.db.execute(t.runs.insert(), row)
+        self.db.execute(self.db.upsert(t.runs), row)
         return row["id"]
 
     def resume_run(self, run_id: str, config: Json, policies: Policies) -> None:
@@ -109,16 +109,33 @@ class RunStore:
 
         A run has one gateway at a time, so calls that an earlier boot left open are lost.
         """
-        same_run = t.calls.c.run_id == run_id if run_id else t.calls.c.run_id.is_(None)
-        with self.db.write() as c:
-            row = {"boot_id": boot_id, "run_id": run_id, "pid": pid, "proxied": 0}
-            c.execute(t.gateways.insert(), {**row, "started_at": time.time()})
-            return c.execute(
-                t.calls.update()
-                .where(same_run, t.calls.c.state == CallState.OPEN, t.calls.c.gateway != boot_id)
-                .values(
-                    state=CallState.ERROR,
-                    error="the gateway died before it answered",
-                    skip_reason=sa.func.coalesce(t.calls.c.skip_reason, SkipReason.GATEWAY_LOST),
-                )
-            ).rowcount
+        row = {"boot_id": boot_id, "run_id": run_id, "pid": pid, "proxied": 0}
+        left_open = (t.calls.c.state == CallState.OPEN, t.calls.c.gateway != boot_id)
+        # Calls without a verdict, by an index. One that was judged while it was open is of one of
+        # the last steps.
+        newest = sa.select(sa.func.max(t.rollouts.c.step)).where(t.rollouts.c.run_id == run_id)
+        recent = sa.select(t.rollouts.c.id).where(
+            t.rollouts.c.run_id == run_id, t.rollouts.c.step >= newest.scalar_subquery() - 1
+        )
+        places = (
+            [sa.and_(t.calls.c.run_id == run_id, UNJUDGED), t.calls.c.rollout_id.in_(recent)]
+            if run_id
+            else [t.calls.c.run_id.is_(None)]
+        )
+
+        def work(c: sa.Connection) -> int:
+            c.execute(self.db.upsert(t.gateways), {**row, "started_at": time.time()})
+            calls = [sa.select(t.calls.c.id, t.calls.c.skip_reason).where(p) for p in places]
+            found = {
+                call_id: reason
+                for query in calls
+                for call_id, reason in c.execute(query.where(*left_open).with_for_update())
+            }
+            lost = t.calls.update().where(self.db.among(t.calls.c.id, found))
+            reason = sa.func.coalesce(t.calls.c.skip_reason, SkipReason.GATEWAY_LOST)
+            c.execute(lost.values(state=CallState.ERROR, error=_LOST, skip_reason=reason))
+            new = sum(reason is None for reason in found.values())
+            self.count_verdicts(c, {(run_id, SkipReason.GATEWAY_LOST): new})
+            return len(found)
+
+        return self.db.transact(work)

@@ -17,10 +17,11 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from agentrl_tracer.schemas import AttemptState, Call, Reward, Span
-from agentrl_tracer.store import Store
+from agentrl_tracer.store import Store, StoreError
 from agentrl_tracer.store.calls import Delivery
 
 log = logging.getLogger("agentrl")
@@ -180,11 +181,12 @@ class TraceWriter:
         states, failure = dict[str, AttemptState](), None
         records = [item.record for item in batch]
         try:
-            states = self._store.write_calls(self._boot_id, opened, records, proxied)
+            write = partial(self._store.write_calls, self._boot_id, opened, records, proxied)
+            states = self._store.db.patiently(write)
         except Exception as error:  # fails the requests, not the thread
-            if len(batch) + len(opened) > 1 and not self._store.db.is_operational(error):
+            if len(batch) + len(opened) > 1 and not isinstance(error, StoreError):
                 # The database refuses one record: write each alone, so that the others succeed.
-                # An operational error, such as a full disk, would only repeat itself.
+                # A failure of the database, such as a full disk, would only repeat itself.
                 for call in opened:
                     self._write_out([], [call], proxied)
                 for item in batch:

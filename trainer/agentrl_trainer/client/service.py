@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import secrets
 import threading
 import time
@@ -48,6 +47,7 @@ from agentrl_trainer.client.types import (
 )
 from agentrl_trainer.models.loading import TINY_MODEL, load_base
 from agentrl_trainer.models.lora import CONFIG_FILE
+from agentrl_trainer.names import check_name
 
 _TINKER = "agentrl_trainer.client.tinker.service:TinkerServiceClient"  # a subclass of ServiceClient
 
@@ -173,9 +173,7 @@ class ServiceClient:
         with self._lock:
             self._made += 1
             name = name or f"model-{self._made}"
-            if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-                raise ValueError(f"name: {name!r} must be letters, digits, '-' and '_'")
-            if name in self.names:
+            if check_name(name, "name", dots=False) in self.names:
                 raise ValueError(f"name: {name!r} is taken by another client of this service")
             self.names.add(name)
         try:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import secrets
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -47,6 +46,7 @@ from agentrl_trainer.learner.loss_options import LossConfig, parse_loss_options
 from agentrl_trainer.learner.losses import CustomLoss
 from agentrl_trainer.learner.prepare_batch import UpdateSettings, prepare
 from agentrl_trainer.models.lora import save_adapter
+from agentrl_trainer.names import check_name
 
 if TYPE_CHECKING:
     from agentrl_trainer.client.service import ServiceClient
@@ -301,9 +301,7 @@ class TrainingClient(Client):
     save_weights_for_sampler_async = submitted(save_weights_for_sampler)
 
     def _target(self, kind: str, name: str, overwrite: bool) -> Path:
-        if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", name):
-            raise ValueError(f"name: {name!r} must be letters, digits, '-', '_' and '.'")
-        target = self.folder / kind / name
+        target = self.folder / kind / check_name(name, "name")
         if target.exists() and not overwrite:
             raise FileExistsError(f"{target} exists: take another name, or overwrite=True")
         return target

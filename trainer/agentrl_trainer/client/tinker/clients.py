@@ -55,6 +55,7 @@ from agentrl_trainer.learner.loss_options import parse_loss_options
 from agentrl_trainer.learner.losses import CustomLoss, Sums
 from agentrl_trainer.learner.prepare_batch import UpdateSettings, prepare
 from agentrl_trainer.learner.step_stats import step_stats
+from agentrl_trainer.names import check_name
 
 if TYPE_CHECKING:
     from agentrl_trainer.client.tinker.service import TinkerServiceClient
@@ -76,7 +77,7 @@ class TinkerTrainingClient(TrainingClient):
         self._added: list[Future[ForwardBackwardOutput]] = []  # of training rows, since the step
         self._reference: TinkerSamplingClient | None = None
         self.continue_as(client, None)
-        self.name = name or self.model_id.replace(":", "-")
+        self.name = check_name(name or self.model_id.replace(":", "-"), "name")
         self.folder = service.folder / self.name
         self.history = []
 

@@ -1,0 +1,28 @@
+"""Check names that become files or folders: of runs, adapters, clients, saved states."""
+
+from __future__ import annotations
+
+import re
+
+_LONGEST = 100  # a file system's limit is 255, of which staging folders need some
+_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]*[A-Za-z0-9_-])?")
+
+
+def check_name(name: object, field: str | None = None, *, dots: bool = True) -> str:
+    """Return a name that stays in its folder, whatever that is.
+
+    Args:
+        field: begins the error; None where the caller names the field and the value.
+
+    Raises:
+        ValueError: says what a name may be.
+    """
+    fits = isinstance(name, str) and len(name) <= _LONGEST and _NAME.fullmatch(name)
+    if isinstance(name, str) and fits and (dots or "." not in name):
+        return name
+    inside = "'-' and, not last, '.'" if dots else "'-'"
+    said = (
+        f"a name has 1 to {_LONGEST} of the letters A to Z and a to z, digits, '_' and, not first, "
+        f"{inside}"
+    )
+    raise ValueError(f"{field}: got {name!r}, but {said}" if field else said)
