@@ -23,9 +23,10 @@ def test_what_raised_or_was_canceled_in_the_agent_is_undelivered(
 ) -> None:
     [claim] = gateway.new_claims()
 
-    def script(prompt: str, *_: Any) -> str:
+    def script(prompt: list[int], *_: Any) -> str:
         # Long enough to be under way when the agent stops reading, and short enough to end then.
-        gateway.sampler.delay = 0.1 if "canceled" in prompt else 0.0
+        canceled = "canceled" in gateway.renderer.decode(prompt)
+        gateway.sampler.delay = 0.2 if canceled else 0.0
         return "one two three four five six"
 
     gateway.sampler.script = script

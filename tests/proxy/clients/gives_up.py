@@ -55,13 +55,13 @@ def by_requests():
 
 
 async def canceled(http, name):
-    async with http.AsyncClient(headers=HEADERS) as client:
+    async with http.AsyncClient(headers=HEADERS, verify=False) as client:
         await client.post(URL, json=body(f"{name} canceled"))
 
 
 async def canceled_stream(http, name):
     async with (
-        http.AsyncClient(headers=HEADERS) as client,
+        http.AsyncClient(headers=HEADERS, verify=False) as client,
         client.stream("POST", URL, json=body(f"{name} stream canceled", stream=True)) as answer,
     ):
         async for _ in answer.aiter_raw():
@@ -82,8 +82,8 @@ async def give_up():
     tasks = [asyncio.create_task(by_aiohttp())]
     tasks += [asyncio.create_task(canceled(*one)) for one in both]
     tasks += [asyncio.create_task(canceled_stream(*one)) for one in both]
-    await asyncio.sleep(0.4)  # every request is under way
-    time.sleep(1.2)  # noqa: ASYNC251
+    await asyncio.sleep(0.6)  # every request is under way
+    time.sleep(2.5)  # noqa: ASYNC251
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
