@@ -6,6 +6,7 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import signal
 import subprocess
 import threading
 import time
@@ -15,6 +16,8 @@ from multiprocessing import connection
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Self
+
+from agentrl.process_privacy import open_private
 
 logger = logging.getLogger("agentrl")
 
@@ -71,6 +74,8 @@ class SupervisedProcess:
 
     def __post_init__(self) -> None:
         self._stopping = threading.Event()
+        self._umask = os.umask(0o077)  # the user's, though a restart may come within private_files
+        os.umask(self._umask)
         self._process: subprocess.Popen[bytes] | ForkProcess
         name = f"supervise-{self.name}"
         self._thread = threading.Thread(target=self._watch, name=name, daemon=True)
@@ -98,16 +103,21 @@ class SupervisedProcess:
         self._thread.start()
         return self
 
+    def let_end(self) -> None:
+        """Do not start the process again when it ends: the system may end all of ours at once."""
+        self._stopping.set()
+
     def begin_stop(self) -> None:
         """Send SIGTERM, without waiting for the end."""
         self._stopping.set()
-        self._process.terminate()
+        if hasattr(self, "_process"):  # else ``spawn`` was never called
+            self._process.terminate()
 
     def stop(self) -> None:
         """Send SIGTERM, then SIGKILL after ``grace_s`` seconds, and wait for the end."""
-        if not hasattr(self, "_process"):  # ``spawn`` was never called
-            return
         self.begin_stop()
+        if not hasattr(self, "_process"):
+            return
         if self._thread.ident is None:
             self.supervise()
         self._thread.join(self.grace_s)
@@ -123,13 +133,14 @@ class SupervisedProcess:
         return ""
 
     def _execute(self) -> subprocess.Popen[bytes]:
-        with contextlib.nullcontext() if self.log is None else self.log.open("ab") as log:
+        with contextlib.nullcontext() if self.log is None else open_private(self.log) as log:
             process = subprocess.Popen(
                 self.argv,
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
                 env=self.env,
+                umask=self._umask,
                 pass_fds=self.pass_fds,
                 start_new_session=True,  # Ctrl-C in the terminal reaches the supervisor only
             )
@@ -160,6 +171,14 @@ class SupervisedProcess:
                 self._process.kill()
 
 
+def first_line(descriptor: int) -> bytes:
+    """Return what ``SupervisedProcess`` writes first: a line, after which nothing follows."""
+    line = b""
+    while not line.endswith(b"\n") and (part := os.read(descriptor, 65536)):
+        line += part
+    return line
+
+
 def end_with_parent() -> None:
     """End this supervised child as soon as its supervisor is gone, even by ``kill -9``.
 
@@ -187,8 +206,10 @@ def _wait(process: subprocess.Popen[bytes] | ForkProcess) -> int | None:
 def _run_forked(main: Callable[[], None], log: Path | None) -> None:
     """Give a fork what an executed child has: its own session, log file and logging."""
     os.setsid()
+    for number in (signal.SIGINT, signal.SIGTERM):  # their handlers are of the parent's command
+        signal.signal(number, signal.SIG_DFL)
     if log is not None:
-        with log.open("ab") as output:
+        with open_private(log) as output:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
     for inherited in (logging.getLogger(), logger):

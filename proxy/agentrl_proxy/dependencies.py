@@ -83,6 +83,8 @@ class GatewayDependencies:
     """Requested model name → a provider's model: recorded, never trained."""
     operator_key: str | None = None
     """None: anyone who reaches the port may sample outside rollouts; only on loopback."""
+    allowed_hosts: Sequence[str] = ()
+    """Names besides its own by which clients may address the gateway, see server/hosts.py."""
     run_id: str | None = None
     """Recorded with calls outside any rollout."""
     context_length: int | None = None

@@ -67,7 +67,7 @@ def test_no_key_is_told_to_anyone(
     gateway.seal(mine)
     told.append(post(gateway.url + CHAT, mine.key).text)
     with connected(gateway) as sock:
-        sock.sendall(head(CHAT, mine.key).replace(b"host: x", b"bad header"))
+        sock.sendall(head(CHAT, mine.key).replace(b"host: localhost", b"bad header"))
         told.append(sock.recv(65536).decode())
     told.append(HTTP.get(f"{gateway.url}/healthz").text)
     told += [record.getMessage() + str(record.exc_text) for record in caplog.records]

@@ -67,7 +67,7 @@ def reward_export(value: Any) -> dict[str, Any]:
 
 
 def head(path: str = "/v1/chat/completions", key: str = OPERATOR_KEY, **headers: Any) -> bytes:
-    lines = [f"POST {path} HTTP/1.1", "host: x", f"authorization: Bearer {key}"]
+    lines = [f"POST {path} HTTP/1.1", "host: localhost", f"authorization: Bearer {key}"]
     lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
     return ("\r\n".join(lines) + "\r\n\r\n").encode()
 

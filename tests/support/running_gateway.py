@@ -46,8 +46,8 @@ def gateway_dependencies(
 def serving(app: Any) -> Iterator[str]:
     """Serve an app from a thread of this process; yields its URL."""
     deps = app.state.gateway.deps
-    server = server_of(app)
     with bind("127.0.0.1", 0, operator_key=deps.operator_key) as bound:
+        server = server_of(app, bound)
         thread = threading.Thread(target=server.run, args=([bound],), daemon=True)
         thread.start()
         try:

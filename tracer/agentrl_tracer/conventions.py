@@ -19,6 +19,7 @@ EVALUATION_VALUE = "gen_ai.evaluation.score.value"
 EVALUATION_EXPLANATION = "gen_ai.evaluation.explanation"
 RESPONSE_ID = "gen_ai.response.id"
 AGENT_NAME = "gen_ai.agent.name"
+TOOL_NAME = "gen_ai.tool.name"
 OUTPUT = "agentrl.output"  # on the root span: what the agent's function returned
 
 ROLLOUT_HEADER = "x-agentrl-rollout"

@@ -15,12 +15,14 @@ from rich.logging import RichHandler
 from agentrl import __version__
 from agentrl.config.commands import COMMANDS
 from agentrl.console.output import print_error, stderr
+from agentrl.interrupts import Interrupted, end_at_once, last_words
 
 app = App(
     name="agentrl",
     help="Reinforcement learning for the agent you already have.",
     version=__version__,
     default_parameter=Parameter(negative=()),
+    suppress_keyboard_interrupt=False,
 )
 runs_app = App(name="runs", help="Look at earlier runs.")
 _COMMANDS = {
@@ -53,8 +55,20 @@ runs_app.command(
 )
 
 
+def _keep_secrets(tokens: list[str]) -> None:
+    """Let agents of this user read neither memory nor arguments of a command that has keys."""
+    if tokens and tokens[0] in (*COMMANDS, "tinker-server"):
+        from agentrl.process_privacy import hide_arguments, hide_memory
+
+        hide_memory()
+        hide_arguments(tokens)
+
+
 def main() -> None:
-    """Run the command of ``sys.argv``; exit with 2 on a wrong setting, 1 on a failure."""
+    """Run the command of ``sys.argv``.
+
+    Exits with 2 on a wrong setting, 1 on a failure, and 130 or 143 when it is interrupted.
+    """
     logging.basicConfig(
         level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=stderr)]
     )
@@ -67,7 +81,10 @@ def main() -> None:
 
             print_help(tokens[0], everything="--help-all" in tokens)
         else:
+            _keep_secrets(tokens)
             app(tokens, exit_on_error=False, print_error=False)
+    except Interrupted as ended:
+        end_at_once(ended.code, f"ended by {ended}")  # a thread may compute for minutes yet
     except KeyboardInterrupt:
         sys.exit(130)
     except (CycloptsError, ValueError, RuntimeError) as error:  # ConfigError among them
@@ -76,6 +93,8 @@ def main() -> None:
             name = error.argument.name.lstrip("-").replace("-", "_")
             said = f"{name}: is missing. {error.argument.parameter.help or ''}".rstrip()
         print_error(said)
+        if words := last_words():
+            stderr.print(words, soft_wrap=True, markup=False, highlight=False)
         sys.exit(1 if isinstance(error, RuntimeError) else 2)
 
 

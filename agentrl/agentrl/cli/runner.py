@@ -14,10 +14,11 @@ from agentrl.cli import Tokens
 from agentrl.config.commands import JoinConfig
 from agentrl.config.errors import ConfigError
 from agentrl.config.loading import load
+from agentrl.config.secrets import secret_variables, store_url, variables_in
 from agentrl.config.setting_names import recorded
 from agentrl.config.settings import RunnerSettings
 from agentrl.console.output import print_line
-from agentrl.gateway.handle import secret_variables
+from agentrl.interrupts import END_WITHIN_S, end_in_order
 from agentrl.runner.pool_client import start_pool
 from agentrl.runner.protocol import RunnerConfig
 from agentrl_tracer.store import Store
@@ -28,9 +29,10 @@ _POLL_S = 1.0
 def runner_command(*tokens: Tokens) -> None:
     """Run rollouts of a run in progress until it ends, from this or another machine."""
     settings = load(JoinConfig, tokens)
-    store = Store(settings.run.store)
+    store = Store(store_url(settings.run.store))
     run = _find_run(store, settings.run.id)
     config = runner_config(settings, run)
+    end_in_order(within_s=END_WITHIN_S)
     pool = start_pool(config).supervise()
     print_line(
         f"{config.runners} runners for {run['name']} ({run['id']}), agent {config.agent}; "
@@ -58,7 +60,7 @@ def runner_config(settings: JoinConfig, run: dict[str, Any]) -> RunnerConfig:
     # The settings that the run did not change may be new since it was started.
     ours = RunnerSettings().model_dump() | (started.get("rollouts") or {})
     return RunnerConfig(
-        store=settings.run.store,
+        store=store_url(settings.run.store),
         gateway=settings.gateway.url.rstrip("/"),
         run_id=run["id"],
         agent=settings.agent.entrypoint or agent,
@@ -72,9 +74,7 @@ def runner_config(settings: JoinConfig, run: dict[str, Any]) -> RunnerConfig:
         concurrency=settings.rollouts.concurrency or ours["concurrency"],
         python=settings.agent.python,  # of this machine
         # Keys that agents on the trainer's machine would inherit.
-        withheld=secret_variables(
-            started.get("models") or {}, recorded(started, "sampler.vllm.key_env")
-        ),
+        withheld=[*secret_variables(started), *variables_in(settings.run.store)],
     )
 
 

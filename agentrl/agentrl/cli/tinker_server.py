@@ -2,23 +2,47 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
 
 from agentrl.config.errors import ConfigError
 from agentrl.console.output import print_line
+from agentrl.interrupts import end_in_order
 
 
 def tinker_server_command(
-    *models: str, folder: Path = Path("runs/tinker"), host: str = "127.0.0.1", port: int = 8787
+    *models: str,
+    folder: Path = Path("runs/tinker"),
+    host: str = "127.0.0.1",
+    port: int = 8787,
+    api_key: Annotated[str | None, Parameter(env_var="AGENTRL_TINKER_SERVER_KEY")] = None,
+    allowed_host: list[str] | None = None,
 ) -> None:
-    """Run scripts for Tinker's SDK on this machine: serve its protocol. Every key is accepted.
+    """Run scripts for Tinker's SDK on this machine: serve its protocol.
 
     Args:
         models: Base models that the server lists; clients may request others too.
         folder: Folder for training states and sampler weights.
         host: Address to listen on.
         port: Port to listen on.
+        api_key: The key that clients must send, which begins with tml-. Other processes see flags:
+            better set AGENTRL_TINKER_SERVER_KEY. Without one: loopback only, every key accepted.
+        allowed_host: Name by which clients may address the server, besides its address.
     """
+    from agentrl_proxy.server.uvicorn import is_loopback
+
+    if api_key is None and not is_loopback(host):
+        raise ConfigError(
+            f"host: anyone who reaches {host!r} could train and sample; set the key that clients "
+            "must send in AGENTRL_TINKER_SERVER_KEY, or listen on 127.0.0.1"
+        )
+    if api_key is not None and (not api_key.startswith("tml-") or len(api_key) < 16):
+        raise ConfigError(
+            "api_key: must begin with tml-, which Tinker's SDK asks for, and have 16 characters"
+        )
     import torch
     import uvicorn
 
@@ -30,8 +54,17 @@ def tinker_server_command(
         ) from error
 
     torch.set_num_threads(1)  # training and sampling threads share the cores
+    key = "tml-local" if api_key is None else "$AGENTRL_TINKER_SERVER_KEY"
     print_line(
-        f"Run your scripts with\n\nTINKER_BASE_URL=http://{host}:{port} TINKER_API_KEY=tml-local\n"
+        f"Run your scripts with\n\nTINKER_BASE_URL=http://{host}:{port} TINKER_API_KEY={key}\n"
     )
-    app = create_app(folder, list(models) or ["agentrl-tiny"])
-    uvicorn.run(app, host=host, port=port, log_level="warning")
+    app = create_app(
+        folder,
+        list(models) or ["agentrl-tiny"],
+        api_key=api_key,
+        host=host,
+        allowed_hosts=allowed_host or (),
+    )
+    end_in_order()
+    with contextlib.suppress(KeyboardInterrupt):  # told to stop, a server has done its work
+        uvicorn.run(app, host=host, port=port, log_level="warning")

@@ -5,6 +5,7 @@ Each ``check_`` function raises ValueError.
 
 from __future__ import annotations
 
+import re
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
 
@@ -156,6 +157,9 @@ def check_models(config: ModelCommand) -> None:
         },
     )
     _refuse(
+        (re.search(r"--(api-key|hf-token)\b", vllm.args) is not None,
+         "sampler.vllm.args: a key must not be in the file: the server that is started needs no "
+         "--api-key, and reads a Hugging Face token from HF_TOKEN"),
         (runs and bool(vllm.python or vllm.args),
          "sampler.vllm.url: this server runs already; leave out python and args"),
         (config.model.load_in_4bit and config.sampler.kind == "vllm",

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 
 from agentrl.config import checks, settings
 from agentrl.config.algorithm_options import AlgorithmSettings
-from agentrl.config.field_types import Count, HttpUrl, Positive, Table
+from agentrl.config.field_types import Count, HttpUrl, Positive, Store, Table
 from agentrl.config.setting_names import model_in
 from agentrl.config.settings import Adapters, AdapterSettings, OtherModels, OtherModelSettings
 
@@ -83,7 +83,8 @@ class TrainConfig(ModelCommand):
         "sampler.kind=sampler run.backend rollouts.runners rollouts.rollouts_per_process "
         "rollouts.timeout sampler.max_tokens sampler.temperature rollouts.batch_size "
         "rollouts.group_size rollouts.max_staleness algorithm.loss algorithm.estimator "
-        "learning.learning_rate learning.rank run.steps run.seed run.name run.folder=runs"
+        "learning.learning_rate learning.rank "
+        "gateway.allowed_hosts=allowed-host run.steps run.seed run.name run.folder=runs"
     )
 
     agent: settings.TrainAgentSettings
@@ -151,7 +152,8 @@ class ServeConfig(ModelCommand):
 
     short_flags = _short(
         "model.name=model model.adapter_path model.device model.trust_remote_code gateway.host "
-        "gateway.port gateway.operator_key sampler.kind=sampler sampler.max_tokens run.store"
+        "gateway.port gateway.operator_key gateway.allowed_hosts=allowed-host "
+        "sampler.kind=sampler sampler.max_tokens run.store"
     )
 
     model: settings.ServeModelSettings = settings.ServeModelSettings()
@@ -181,7 +183,7 @@ class JoinGatewaySettings(Table):
 
 
 class JoinRunSettings(Table):
-    store: Annotated[str, Field(min_length=1)]
+    store: Store
     """The run's store: a PostgreSQL URL, or on the same machine its file."""
     id: str | None = None
     """Id or name of the run; by default the newest one in progress."""

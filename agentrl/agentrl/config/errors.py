@@ -46,5 +46,7 @@ def _explain_one(problem: ErrorDetails, command: type[BaseModel]) -> str:
     if problem["type"] == "missing":
         return f"{name}: is missing. {setting.meaning}"
     # A user may have written a key into these.
-    got = "" if name.endswith((".api_key_env", ".params")) else f"got {problem['input']!r}, but "
+    holds_key = name.endswith((".api_key_env", ".params", ".operator_key"))
+    holds_key = holds_key or "://" in str(problem["input"])
+    got = "" if holds_key else f"got {problem['input']!r}, but "
     return f"{name}: {got}{said[0].lower()}{said[1:]}. {setting.meaning}"

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from agentrl.config.secrets import check_variable
+from agentrl.config.secrets import check_store, check_url, check_variable
 from agentrl_trainer.names import check_name
 
 
@@ -54,4 +54,6 @@ Whole = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
-HttpUrl = Annotated[str, Field(pattern=r"^https?://\S+$")]
+HostName = Annotated[str, Field(pattern=r"^(\*|(\*\.)?[\w.-]+|[0-9A-Fa-f:]+)$")]
+HttpUrl = Annotated[str, Field(pattern=r"^https?://\S+$"), AfterValidator(check_url)]
+Store = Annotated[str, Field(min_length=1), AfterValidator(check_store)]

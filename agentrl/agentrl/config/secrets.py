@@ -10,7 +10,20 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
+from urllib.parse import quote
 
+FORWARD_HEADERS = "AGENTRL_FORWARD_OTLP_HEADERS"
+STORE_PASSWORD = "AGENTRL_STORE_PASSWORD"
+"""Stands in a run's records for a password that was written into the store's URL."""
+_ALWAYS = (
+    FORWARD_HEADERS,
+    STORE_PASSWORD,
+    "AGENTRL_RUN__STORE",
+    "AGENTRL_GATEWAY__OPERATOR_KEY",
+    "AGENTRL_TINKER_SERVER_KEY",
+    "PGPASSWORD",
+    "TINKER_API_KEY",
+)
 _NAMED = re.compile(r"os\.environ/([A-Za-z_][A-Za-z0-9_]*)")
 # Under a name that ends like this there is a secret. (``max_tokens`` is none, nor is
 # ``prompt_cache_key``: a key is one in a header only.)
@@ -18,6 +31,8 @@ _SECRET = re.compile(
     r"(authorization|cookie|password|secret|credentials?|[-_]token|^token|api[-_]?key|"
     r"secret[-_]access[-_]key)$"
 )
+_PASSWORD = re.compile(r"(?<=://)([^:/?#]*:)([^@]+)(?=@)|([?&]\w*password=)([^&]+)")
+_USER = re.compile(r"://[^/?#]*@|[?&]([^=&]*)=")
 _SECRET_HEADER = re.compile(rf"{_SECRET.pattern}|[-_]?key$")
 
 
@@ -70,6 +85,94 @@ def filled(settings: Any, environment: Mapping[str, str]) -> Any:
     if isinstance(settings, list):
         return [filled(value, environment) for value in settings]
     return settings
+
+
+# ---- URLs
+
+
+def check_url(url: str) -> str:
+    """Return a URL without user or key in it, because a run records its URLs.
+
+    Raises:
+        ValueError: it has one.
+    """
+    for found in _USER.finditer(url):
+        if found[1] is None or _SECRET_HEADER.search(found[1].lower()):
+            raise ValueError(
+                "a user, password or key must not be in a URL, which runs record; give it in the "
+                "variable or header that the documentation of this setting names"
+            )
+    return url
+
+
+def check_store(url: str) -> str:
+    """Return a store's URL or path, which names only variables that are set.
+
+    Raises:
+        ValueError: one is not set.
+    """
+    for name in variables_in(url):
+        try:
+            check_variable(name)
+        except ValueError as error:
+            raise ValueError(f"{error}: it holds the store's password") from None
+    return url
+
+
+def without_password(store: str) -> str:
+    """Return a store's URL as it may be recorded: a reference stands for its password."""
+    return _PASSWORD.sub(
+        lambda found: (
+            found[0]
+            if _NAMED.search(found[0])
+            else f"{found[1] or found[3]}os.environ/{STORE_PASSWORD}"
+        ),
+        store,
+    )
+
+
+def without_variables(store: str) -> str:
+    """Return a recorded store's URL without its password, to compare it with another."""
+    return _NAMED.sub("", store)
+
+
+def store_url(store: str) -> str:
+    """Return a store's URL with the values of the variables that it names.
+
+    Raises:
+        ValueError: one is not set.
+    """
+    check_store(store)
+    if _NAMED.fullmatch(store):
+        return filled(store, os.environ)
+    return _NAMED.sub(lambda found: quote(os.environ[found[1]], safe=""), store)
+
+
+def as_recorded(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return a command's settings as a run records them: without the store's password."""
+    run = settings.get("run", {})
+    if not run.get("store"):
+        return settings
+    return settings | {"run": run | {"store": without_password(run["store"])}}
+
+
+# ---- variables
+
+
+def secret_variables(settings: Any) -> list[str]:
+    """Return the names of the environment variables that agents and vLLM must not inherit.
+
+    Args:
+        settings: a command's, a gateway's plan, or what a run has recorded of them.
+    """
+    recorded = settings if isinstance(settings, dict) else settings.model_dump(mode="json")
+    run, vllm = (recorded.get("run") or {}), (recorded.get("sampler") or {}).get("vllm") or {}
+    names = [*_ALWAYS, vllm.get("key_env"), *variables_in(run)]
+    for one in (recorded.get("models") or {}).values():
+        names += [one.get("api_key_env"), *variables_in(one.get("params"))]
+    if "wandb" in (run.get("trackers") or []):
+        names.append("WANDB_API_KEY")
+    return [*filter(None, names)]
 
 
 def _texts(settings: object, *path: str) -> Iterator[tuple[tuple[str, ...], str]]:

@@ -16,11 +16,13 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from agentrl.config.field_types import (
     AdapterName,
     Count,
+    HostName,
     HttpUrl,
     Names,
     NonNegative,
     Positive,
     Share,
+    Store,
     Table,
     Variable,
     Whole,
@@ -28,10 +30,12 @@ from agentrl.config.field_types import (
     from_names,
     names_as_table,
 )  # fmt: skip
-from agentrl.config.secrets import check_params
+from agentrl.config.secrets import check_params, check_url
+from agentrl_tracer.schemas import MAX_REWARD
 from agentrl_trainer.names import check_name
 
-Policy = Literal["retry", "drop"] | float
+Policy = Literal["retry", "drop"] | Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)]
+Readers = Literal["owner", "group", "everyone"]
 Tracker = Literal["tensorboard", "wandb", "trackio"]
 
 
@@ -222,7 +226,9 @@ class VllmSamplerSettings(Table):
     args: str = ""
     """More arguments for the server that is started, for instance '--gpu-memory-utilization 0.4' to
     leave the trainer room on a shared GPU."""
-    url: Annotated[str, Field(pattern="^(https?://|unix:/).+")] | None = None
+    url: (
+        Annotated[str, Field(pattern="^(https?://|unix:/).+"), AfterValidator(check_url)] | None
+    ) = None
     """URL of a running vLLM server with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, which
     sees the run folder under the same path."""
     wait: NonNegative = 60
@@ -240,6 +246,9 @@ class SamplerSettings(Table):
     """Sampling temperature where the request sets none."""
     max_tokens: Count = 256
     """Longest answer in tokens where the request sets no limit."""
+    thinking: bool | None = None
+    """Whether the model thinks before it answers where the request does not say, for models whose
+    chat template has a switch (`enable_thinking`); by default the template decides."""
     vllm: VllmSamplerSettings = VllmSamplerSettings()
 
 
@@ -257,6 +266,11 @@ class TinkerSettings(Table):
 class GatewaySettings(Table):
     """The gateway that answers the agents' requests."""
 
+    allowed_hosts: Annotated[list[HostName], BeforeValidator(from_names)] = Field(
+        default_factory=list[str]
+    )
+    """Names by which clients may address the gateway, besides its address and loopback's: those of
+    a proxy or a DNS alias. *.example.com is every name below it, * is any."""
     accept_any_model: bool = True
     """Answer unknown model names (gpt-4o-mini) with the adapter; else with 404."""
     forward_otlp: HttpUrl | None = None
@@ -310,18 +324,22 @@ class TrainRunSettings(RunFolderSettings):
     backend: Literal["local", "tinker"] = "local"
     """What trains and samples: this machine, or Tinker by its official SDK (the extra `tinker`; the
     key is in TINKER_API_KEY). The agent runs here either way."""
-    store: str | None = None
-    """Store: a path or PostgreSQL URL; by default a file in the run folder."""
+    store: Store | None = None
+    """Store: a path or PostgreSQL URL; by default a file in the run folder. os.environ/NAME stands
+    for a password in the environment: postgresql://me:os.environ/NAME@host/agentrl."""
     trackers: Annotated[list[Tracker], BeforeValidator(from_names)] = Field(
         default_factory=list[Tracker]
     )
     """Experiment trackers that also get the metrics; packages of their own."""
+    adapter_readers: Readers = "owner"
+    """Who may read the adapters: another user's vLLM server needs group or everyone. The group is
+    that of the folder that holds the run."""
     keep_checkpoints: Count = 3
     """Newest checkpoints to keep."""
 
 
 class ServeRunSettings(Table):
-    store: str = "runs/serve.db"
+    store: Store = "runs/serve.db"
     """Where calls are recorded: a path or PostgreSQL URL."""
 
 
@@ -330,7 +348,7 @@ class OtherModelSettings(Table):
 
     model: Annotated[str, Field(min_length=1)]
     """LiteLLM's name of the model, for instance openai/gpt-4o-mini."""
-    api_base: str | None = None
+    api_base: Annotated[str, AfterValidator(check_url)] | None = None
     """URL of the provider; by default LiteLLM's for it."""
     api_key_env: Variable | None = None
     """NAME of the environment variable that holds the key; never the key itself."""

@@ -9,14 +9,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 import httpx
 
-from agentrl.config.secrets import variables_in
-from agentrl.gateway.process import CANNOT_START, FORWARD_HEADERS, PLAN, GatewayPlan, run_gateway
+from agentrl.config.secrets import secret_variables
+from agentrl.gateway.process import CANNOT_START, GatewayPlan, run_gateway
 from agentrl.supervisor import SupervisedProcess, end_with_parent
 
 _HOPELESS_DEATHS = 5  # in a row, after which ``watch`` gives up
@@ -36,11 +35,13 @@ class GatewayHandle(SupervisedProcess):
             "gateway",
             [sys.executable, "-m", "agentrl.gateway.process", str(listening.fileno())],
             log,
-            {**os.environ, PLAN: plan.model_dump_json()},
+            stdin=handed_over(plan),
             pass_fds=[listening.fileno()],
             grace_s=plan.gateway.grace + _STOP_S,
             cannot_start=CANNOT_START,
         )
+        for name in secret_variables(plan):
+            self.env.pop(name, None)
         self._plan = plan
         self._socket = listening
         host, port = listening.getsockname()[:2]
@@ -57,7 +58,7 @@ class GatewayHandle(SupervisedProcess):
         """Start the process, as a fork of this one where that is safe and saves the imports."""
         self.spawn(self._serve if _may_fork() else None)
         # A process that takes over during an outage of vLLM waits for its end, however long.
-        self.env[PLAN] = self._plan.model_copy(update={"vllm_wait": None}).model_dump_json()
+        self.stdin = handed_over(self._plan.model_copy(update={"vllm_wait": None}))
         self.supervise()
 
     def _serve(self) -> None:
@@ -130,12 +131,10 @@ def _may_fork() -> bool:
     return threading.active_count() == 1 and not torch.cuda.device_count()
 
 
-def secret_variables(models: Mapping[str, Any], vllm_key_env: str | None) -> list[str]:
-    """Return the names of the environment variables that agents must not inherit.
+def handed_over(plan: GatewayPlan) -> bytes:
+    """Return what an executed gateway reads first: its plan, and the variables that hold keys.
 
-    ``models``: the settings of other models, as recorded.
+    Its environment could be read by agents of this user until it hides its memory.
     """
-    names = [FORWARD_HEADERS, "TINKER_API_KEY", vllm_key_env]
-    for one in models.values():
-        names += [one.get("api_key_env"), *variables_in(one.get("params"))]
-    return [*filter(None, names)]
+    keys = {name: os.environ[name] for name in secret_variables(plan) if name in os.environ}
+    return json.dumps({"plan": plan.model_dump(mode="json"), "environment": keys}).encode() + b"\n"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import secrets
@@ -26,7 +27,7 @@ from pydantic import Field
 
 from agentrl.config.commands import ModelCommand
 from agentrl.config.field_types import Table
-from agentrl.config.secrets import filled
+from agentrl.config.secrets import FORWARD_HEADERS, filled
 from agentrl.config.settings import (
     GatewaySettings,
     ModelSettings,
@@ -35,7 +36,8 @@ from agentrl.config.settings import (
     SamplerSettings,
     TinkerSettings,
 )
-from agentrl.supervisor import end_with_parent
+from agentrl.process_privacy import hide_memory
+from agentrl.supervisor import end_with_parent, first_line
 from agentrl.timing import heavy_imports
 from agentrl_tracer.store import Store, StoreError
 
@@ -50,8 +52,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("agentrl")
 
-PLAN = "AGENTRL_GATEWAY_SETTINGS"  # the variable that holds the process's plan as JSON
-FORWARD_HEADERS = "AGENTRL_FORWARD_OTLP_HEADERS"
 CANNOT_START = 78  # exit code (EX_CONFIG) of a process that failed before it served
 _SAMPLER_POLL_S = 0.25
 
@@ -65,6 +65,7 @@ class GatewayPlan(Table):
     models: dict[str, OtherModelSettings] = Field(default_factory=dict[str, OtherModelSettings])
     rollouts: RunnerSettings | None = None  # budgets of a rollout; None: no limits
     tinker: TinkerSettings | None = None  # sample on Tinker; its key stays in the environment
+    host: str = "127.0.0.1"  # as it was asked to listen; a name is allowed as Host
     store: str
     run_id: str | None = None
     operator_key: str | None = None
@@ -91,6 +92,7 @@ class GatewayPlan(Table):
             model=command.model,
             sampler=command.sampler,
             gateway=command.gateway,
+            host=getattr(command.gateway, "host", "127.0.0.1"),
             models=command.models,
             vllm_url=vllm_url or vllm.url,
             vllm_wait=None if vllm_url else vllm.wait,
@@ -131,6 +133,7 @@ def _ready_app(plan: GatewayPlan, ending: contextlib.ExitStack) -> FastAPI:
     from agentrl_proxy.app import create_app
     from agentrl_proxy.dependencies import ConnectionLimits, GatewayDependencies
     from agentrl_proxy.rendering.renderer import Renderer
+    from agentrl_proxy.rendering.templates import THINKING_SWITCHES
     from agentrl_proxy.telemetry.otlp_export import OtlpExporter
     from agentrl_tracer.store.writer import TraceWriter
 
@@ -149,9 +152,13 @@ def _ready_app(plan: GatewayPlan, ending: contextlib.ExitStack) -> FastAPI:
     others = {name: provider_model(one) for name, one in plan.models.items()}
     if plan.answered_by is not None:
         others[plan.model.adapter] = replace(others[plan.answered_by], is_policy=True)
+    renderer = Renderer(tokenizer)
+    if plan.sampler.thinking is not None and renderer.switches.isdisjoint(THINKING_SWITCHES):
+        raise ValueError("sampler.thinking: the model's chat template has no such switch; "
+                         "leave it out")  # fmt: skip
     deps = GatewayDependencies(
         sampler=sampler,
-        renderer=Renderer(tokenizer),
+        renderer=renderer,
         store=store,
         writer=writer,
         boot_id=boot_id,
@@ -160,8 +167,9 @@ def _ready_app(plan: GatewayPlan, ending: contextlib.ExitStack) -> FastAPI:
         default_adapter=plan.default_adapter,
         provider_models=others,
         operator_key=plan.operator_key,
+        allowed_hosts=[plan.host, *own.allowed_hosts],
         run_id=plan.run_id,
-        defaults=plan.sampler.model_dump(include={"max_tokens", "temperature"}),
+        defaults=plan.sampler.model_dump(include={"max_tokens", "temperature", "thinking"}),
         # While another model is evaluated, no unknown name may mean the base model.
         accept_any_model=own.accept_any_model and plan.answered_by is None,
         max_concurrent=own.max_concurrent,
@@ -261,8 +269,11 @@ def _end_with_sampler(sampler: Sampler, stopping: threading.Event) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
+    hide_memory()
+    handed = json.loads(first_line(0))
     end_with_parent()
-    plan = GatewayPlan.model_validate_json(os.environ.pop(PLAN))
+    os.environ.update(handed["environment"])
+    plan = GatewayPlan.model_validate(handed["plan"])
     with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
         run_gateway(plan, socket.socket(fileno=int(argv[0])))
 

@@ -49,7 +49,7 @@ def start_pool(config: RunnerConfig) -> SupervisedProcess:
         # macOS kills forked children whose parent has touched Objective-C, as many libraries do
         # when they are imported.
         env.setdefault("OBJC_DISABLE_INITIALIZE_FORK_SAFETY", "YES")
-    Path(config.logs).mkdir(parents=True, exist_ok=True)
+    Path(config.logs).mkdir(mode=0o700, parents=True, exist_ok=True)
     # A store URL may hold a password, which ``argv`` and the environment would show to others. The
     # end of the standard input tells the pool that the trainer is gone, ``kill -9`` included.
     return SupervisedProcess(

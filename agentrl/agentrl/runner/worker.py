@@ -27,7 +27,7 @@ from typing import NoReturn, ParamSpec, TypeVar
 from sqlalchemy.exc import SQLAlchemyError
 
 from agentrl.runner.agent_process.attempts import run_attempts
-from agentrl.runner.agent_process.environment import storage_folder
+from agentrl.runner.agent_process.environment import shared_owner, storage_folder
 from agentrl.runner.agent_process.external_python import become
 from agentrl.runner.attempt_log import AttemptLog
 from agentrl.runner.probes import GatewayProbe, QueueWatch
@@ -76,6 +76,7 @@ class Worker:
         self._running: dict[str, _RunningAttempt] = {}
         self._process: ForkedChild | None = None
         self._attempts_left = 0  # that the process may still run
+        self._storages: list[str] = []  # owners of what frameworks store in the process
         self._busy_with = ""  # the attempt that a shared process last named as running
         self._shared_log: AttemptLog | None = None  # what is written below Python, by any attempt
         self._flooded = False
@@ -127,6 +128,7 @@ class Worker:
                 self._begin(running)
 
     def _begin(self, running: _RunningAttempt) -> None:
+        self._storages.append(running.claim.attempt_id)
         running.begun, running.deadline = True, time.monotonic() + self._config.timeout_s
         try:
             if self._process is None:
@@ -149,6 +151,7 @@ class Worker:
         self._attempts_left, self._busy_with = config.rollouts_per_process, ""
         if config.concurrency > 1:
             self._shared_log = AttemptLog(config.shared_log(process.pid), config.log_bytes)
+        self._storages.append(shared_owner(config, process.pid))
         if config.python is not None:
             process.send(asdict(config))
         return process
@@ -278,6 +281,9 @@ class Worker:
         if self._shared_log is not None:
             self._shared_log.close()
             self._shared_log = None
+        for owner in self._storages:
+            shutil.rmtree(storage_folder(owner), ignore_errors=True)
+        self._storages.clear()
         return code
 
     def _finish(self, running: _RunningAttempt, ending: AttemptEnding) -> None:
@@ -290,7 +296,6 @@ class Worker:
             else:  # everything was flushed before the report: SIGKILL loses nothing
                 self._end_process()
         del self._running[claim.attempt_id]
-        shutil.rmtree(storage_folder(claim.attempt_id), ignore_errors=True)
         log_path = running.log.close()
         state, error = ending.state, ending.error
         if error is not None and (reason := self._fault_of_gateway(running, state)):

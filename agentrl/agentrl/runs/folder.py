@@ -17,6 +17,8 @@ from typing import Any
 
 from agentrl.config.commands import ModelCommand
 from agentrl.config.errors import ConfigError
+from agentrl.config.settings import Readers
+from agentrl.process_privacy import open_private
 
 logger = logging.getLogger("agentrl")
 
@@ -32,6 +34,7 @@ class RunFolder:
         self.name = self.root.name
         self.config = self.root / "config.json"
         self.run_id = self.root / "run_id"
+        self.started_in = self.root / "started_in"  # the working directory
         self.store = self.root / "store.db"
         self.adapters = self.root / "adapters"
         self.adapter = self.root / "adapter"  # the final one
@@ -60,7 +63,9 @@ class RunFolder:
                 f"or go on with --resume {runs / name}"
             )
         try:
-            folder.logs.mkdir(parents=True, exist_ok=True)
+            runs.mkdir(parents=True, exist_ok=True)
+            for path in (folder.root, folder.logs):
+                path.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
             raise _unwritable(error) from error
         return folder
@@ -85,9 +90,10 @@ class RunFolder:
         if self._locked:
             return
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.root.chmod(0o700)  # earlier versions let others read
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-            descriptor = os.open(self.root / "lock", flags, 0o644)
+            descriptor = os.open(self.root / "lock", flags, 0o600)
             close = weakref.finalize(self, os.close, descriptor)
             os.register_at_fork(after_in_child=close)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -105,6 +111,19 @@ class RunFolder:
             logger.warning("%s: this file system has no locks: %s", self.root, error.strerror)
         self._locked = True
 
+    def is_in_use(self) -> bool | None:
+        """Tell whether a process holds the lock; None where this machine cannot tell."""
+        try:
+            with (self.root / "lock").open() as file:
+                if not file.read().rstrip().endswith(f" on {socket.gethostname()}"):
+                    return None
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return None
+        return False
+
     def read_config(self) -> dict[str, Any]:
         """Return the settings of the run."""
         return json.loads(self.config.read_text(encoding="utf-8"))
@@ -113,12 +132,26 @@ class RunFolder:
         """Return a path of its own for each version: vLLM's prefix cache is keyed by path."""
         return self.adapters / name / f"v{version:06d}"
 
+    def share_adapter(self, adapter: Path, readers: Readers) -> None:
+        """Let others than this user read an adapter, and pass through the folders to it."""
+        if readers == "owner":
+            return
+        more = 0o055 if readers == "everyone" else 0o050
+        for folder in (adapter, adapter.parent, self.adapters):
+            folder.chmod(0o700 | more)
+        for file in adapter.iterdir():
+            file.chmod(0o600 | more & 0o044)
+        self.root.chmod(0o700 | more & 0o011)
+
+    def write(self, path: Path, text: str) -> None:
+        _replace(path, text)
+
     def write_json(self, path: Path, value: Any) -> None:
-        _replace(path, json.dumps(strict(value), indent=2, default=str, allow_nan=False) + "\n")
+        self.write(path, json.dumps(strict(value), indent=2, default=str, allow_nan=False) + "\n")
 
     def append_metrics(self, values: Mapping[str, Any]) -> None:
-        with self.metrics.open("a", encoding="utf-8") as file:
-            file.write(_line(values))
+        with open_private(self.metrics) as file:
+            file.write(_line(values).encode())
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Return the rows; a number that was not finite is None."""
@@ -144,7 +177,9 @@ def _unwritable(error: OSError) -> ConfigError:
 def _replace(path: Path, text: str) -> None:
     """Write a file as a whole: a reader never sees half of it."""
     temporary = path.with_suffix(path.suffix + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
+    temporary.unlink(missing_ok=True)
+    with open_private(temporary) as file:
+        file.write(text.encode())
     os.replace(temporary, path)
 
 

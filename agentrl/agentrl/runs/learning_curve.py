@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from agentrl.process_privacy import open_private
 from agentrl.runs.metric_names import HELD_OUT, REWARD
 
 _INK, _GRID = "#24292f", "#d8dee4"
@@ -45,5 +46,7 @@ def draw_learning_curve(rows: Sequence[Mapping[str, Any]], title: str, path: Pat
             ha="right", color=_HELD_OUT_COLOR,
         )  # fmt: skip
     temporary = path.with_suffix(".tmp.png")
+    temporary.unlink(missing_ok=True)
+    open_private(temporary).close()
     figure.savefig(temporary)
     temporary.replace(path)

@@ -1,37 +1,57 @@
 """Routes of Tinker's HTTP protocol, so that scripts for the official SDK run on this machine.
 
 Operations that take time return a request id at once, whose result the SDK fetches later. The
-server is for one user on one machine: it accepts any key, so it should listen to this machine only.
+server is for one user: without a key of its own it accepts any, and listens to this machine only.
 """
 
 from __future__ import annotations
 
+import hmac
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from functools import partial
+from inspect import iscoroutinefunction
 from pathlib import Path
+from typing import Any
 
-from fastapi import APIRouter, FastAPI, HTTPException, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
+from google.protobuf.message import DecodeError
+from pydantic import BaseModel
 from starlette.concurrency import run_in_threadpool
+from tinker import types
 from tinker.proto.tinker_public_pb2 import ForwardBackwardRequest
 
+from agentrl.tinker_server.bodies import BODIES, read_json
 from agentrl.tinker_server.protobuf import PROTOBUF
 from agentrl.tinker_server.request_store import Answer, Json
 from agentrl.tinker_server.server import TinkerServer
+from agentrl_proxy.errors import ApiError
+from agentrl_proxy.server.hosts import HostCheck
 from agentrl_trainer.client import ServiceClient
 
+_Respond = Callable[[Json], Any]
 _POLL_SECONDS = 20.0  # the SDK gives up on a poll after 45
 
 
-def create_app(folder: Path, models: list[str]) -> FastAPI:
+def create_app(
+    folder: Path,
+    models: list[str],
+    *,
+    api_key: str | None = None,
+    host: str = "127.0.0.1",
+    allowed_hosts: Sequence[str] = (),
+) -> FastAPI:
     """Make the server.
 
     Args:
         folder: where states and sampler weights are saved.
         models: base models that the server reports; others can be used as well.
+        api_key: what clients must send as X-API-Key; None: any key.
+        host: the address that it will listen on.
+        allowed_hosts: further names by which clients address it.
     """
     server = TinkerServer(ServiceClient(folder=folder))
 
@@ -42,18 +62,50 @@ def create_app(folder: Path, models: list[str]) -> FastAPI:
 
     app = FastAPI(title="agentrl", openapi_url=None, lifespan=lifespan)
     app.state.server = server
-    app.include_router(_routes(server, models), prefix="/api/v1")
+    app.include_router(
+        _routes(server, models), prefix="/api/v1", dependencies=[Depends(_key_check(api_key))]
+    )
+    app.add_middleware(HostCheck, host, allowed_hosts)
 
-    @app.exception_handler(ValueError)
     async def refuse(request: Request, error: Exception) -> Response:
-        return JSONResponse({"detail": str(error)}, 422)
+        status = error.status if isinstance(error, ApiError) else 422
+        said = str(error).encode("utf-8", "replace").decode()  # a lone surrogate is no UTF-8
+        return JSONResponse({"detail": said}, status)
 
+    for kind in (ValueError, DecodeError, ApiError):
+        app.add_exception_handler(kind, refuse)
     return app
+
+
+def _key_check(api_key: str | None) -> Callable[[Request], None]:
+    def check(request: Request) -> None:
+        sent = request.headers.get("x-api-key", "").encode()
+        if api_key is not None and not hmac.compare_digest(sent, api_key.encode()):
+            raise HTTPException(
+                401, "send this server's key as X-API-Key: set TINKER_API_KEY to it"
+            )
+
+    return check
 
 
 def _routes(server: TinkerServer, models: list[str]) -> APIRouter:
     routes = APIRouter()
     submit = server.submit
+
+    def json_post(path: str, kind: type[BaseModel]) -> Callable[[_Respond], _Respond]:
+        """Route JSON bodies of the SDK's ``kind``."""
+
+        def register(respond: _Respond) -> _Respond:
+            @routes.post(path, response_model=None)
+            async def answer(http: Request) -> Response | Json:
+                body = read_json(kind, await BODIES.read(http.receive, http.headers))
+                if iscoroutinefunction(respond):
+                    return await respond(body)
+                return await run_in_threadpool(respond, body)
+
+            return respond
+
+        return register
 
     def constant(method: str, path: str, answer: Json) -> None:
         @routes.api_route(path, methods=[method])
@@ -75,7 +127,7 @@ def _routes(server: TinkerServer, models: list[str]) -> APIRouter:
         server.renew(session)
         return {"type": "create_session", "session_id": session}
 
-    @routes.post("/session_heartbeat")
+    @json_post("/session_heartbeat", types.SessionHeartbeatRequest)
     def heartbeat(body: Json) -> Json:
         server.finish_silent()
         session = body["session_id"]
@@ -89,33 +141,37 @@ def _routes(server: TinkerServer, models: list[str]) -> APIRouter:
         server.finish(session)
         return {"session_id": session}
 
-    @routes.post("/get_info")
+    @json_post("/get_info", types.GetInfoRequest)
     async def get_info(body: Json) -> Json:
         return server.info(body)
 
     @routes.post("/forward_backward")
     async def forward_backward(http: Request) -> Json:
-        request = ForwardBackwardRequest.FromString(await http.body())
+        request = ForwardBackwardRequest.FromString(await BODIES.read(http.receive, http.headers))
         work = partial(server.forward_backward, request)
         made = await run_in_threadpool(submit, request.model_id, request.seq_id or None, work)
         return made | {"model_id": request.model_id}
 
-    def operation(path: str, work: Callable[[Json], Future[Answer]]) -> None:
+    def operation(path: str, kind: type[BaseModel], work: Callable[[Json], Future[Answer]]) -> None:
         """Route to work of a model, or to work that makes a model, which the SDK numbers apart."""
 
-        @routes.post(path)
+        @json_post(path, kind)
         def start(body: Json) -> Json:
             if model_id := body.get("model_id"):
                 return submit(model_id, body.get("seq_id"), lambda: work(body))
             return submit(f"{body['session_id']}:create", body["model_seq_id"], lambda: work(body))
 
-    operation("/create_model", server.create_model)
-    operation("/load_weights", server.load_weights)
-    operation("/optim_step", server.optim_step)
-    operation("/save_weights", server.save_weights)
-    operation("/save_weights_for_sampler", server.save_weights_for_sampler)
+    operation("/create_model", types.CreateModelRequest, server.create_model)
+    operation("/load_weights", types.LoadWeightsRequest, server.load_weights)
+    operation("/optim_step", types.OptimStepRequest, server.optim_step)
+    operation("/save_weights", types.SaveWeightsRequest, server.save_weights)
+    operation(
+        "/save_weights_for_sampler",
+        types.SaveWeightsForSamplerRequest,
+        server.save_weights_for_sampler,
+    )
 
-    @routes.post("/create_sampling_session")
+    @json_post("/create_sampling_session", types.CreateSamplingSessionRequest)
     def create_sampling_session(body: Json) -> Json:
         server.renew(body["session_id"])
         try:
@@ -129,14 +185,14 @@ def _routes(server: TinkerServer, models: list[str]) -> APIRouter:
         base = client.get_base_model()
         return {"sampler_id": sampler, "base_model": base, "model_path": path}
 
-    @routes.post("/asample")
+    @json_post("/asample", types.SampleRequest)
     def sample(body: Json) -> Json:
         owner = body["sampling_session_id"]
         made = submit(owner, body.get("seq_id"), lambda: server.sample(body))
         count = body.get("num_samples", 1)
         return made | {"sample_sequence_ids": [f"{made['request_id']}:{i}" for i in range(count)]}
 
-    @routes.post("/retrieve_future", response_model=None)
+    @json_post("/retrieve_future", types.FutureRetrieveRequest)
     async def retrieve_future(body: Json) -> Response | Json:
         request_id = body["request_id"]
         try:

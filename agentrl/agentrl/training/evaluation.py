@@ -19,6 +19,7 @@ from agentrl.runs.metric_names import HELD_OUT
 from agentrl.timing import PhaseTimer
 from agentrl.training.metrics import note_failed_rollouts, seconds_row
 from agentrl.training.rollout_queue import rollout_seed
+from agentrl.training.unasked import note_unasked
 from agentrl_tracer.schemas import NewRollout, Purpose, SkipReason
 from agentrl_trainer.data.rewards import rollout_rewards
 
@@ -62,14 +63,14 @@ def evaluate_if_due(run: TrainingRun, step: int) -> None:
             lambda done, total: display.phase("evaluation", done, total),
         )
         ids = [rollout.id for rollout in rollouts]
-        run.session.skip_calls(ids, SkipReason.EVALUATION)
-        scores = rollout_rewards(rollouts, run.store.rewards(ids)).values()
+        calls = run.session.skip_calls(ids, SkipReason.EVALUATION)
+        scores = rollout_rewards(rollouts, run.store.rewards(ids))
         if not run.config.rollouts.max_staleness:
             # What it leaves in the sampler's prefix cache would change the last bits of later
             # log-probs, and a run that is resumed here does not evaluate again.
             run.load_published(step)
     run.timer.add(timer)
-    earned = [score for score in scores if score is not None]
+    earned = [score for score in scores.values() if score is not None]
     # A rollout without a reward is no success.
     accuracy = sum(score >= how.success_reward for score in earned) / len(rollouts)
     mean = fmean(earned) if earned else math.nan
@@ -77,6 +78,9 @@ def evaluate_if_due(run: TrainingRun, step: int) -> None:
     run.metrics_log.log(step, row)
     display.evaluated(step, accuracy)
     note_failed_rollouts(rollouts, "evaluations", display.note)
+    asked = {call.attempt_id for call in calls if call.adapter in run.config.trained}
+    unasked = [r for r in rollouts if scores[r.id] is not None and r.winner not in asked]
+    note_unasked(run, unasked, len(rollouts), "evaluations")
 
 
 def reached_goal(run: TrainingRun) -> bool:

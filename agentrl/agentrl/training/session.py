@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -12,7 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from agentrl.config.commands import EvalConfig, RunConfig, TrainConfig
-from agentrl.gateway.handle import GatewayHandle, secret_variables
+from agentrl.config.secrets import as_recorded, secret_variables, store_url
+from agentrl.console.output import stderr
+from agentrl.gateway.handle import GatewayHandle
 from agentrl.gateway.process import GatewayPlan, import_gateway
 from agentrl.runner.pool_client import start_pool
 from agentrl.runner.protocol import RunnerConfig
@@ -22,7 +26,7 @@ from agentrl.supervisor import SupervisedProcess
 from agentrl.timing import Waiting
 from agentrl.training.rollout_queue import CheckProgress, OnProgress
 from agentrl_tracer.schemas import Call, NewRollout, Policies, Rollout, SkipReason
-from agentrl_tracer.store import Store
+from agentrl_tracer.store import Store, StoreError
 
 if TYPE_CHECKING:
     from agentrl.runner.ray import RayPool
@@ -33,6 +37,7 @@ _POLL_S = 0.03
 _REST = 4  # times as long as a look at the rollouts took
 _LONGEST_POLL_S = 1.0  # while an adapter is being published
 _MAINTAIN_S = 0.5  # between looks for expired leases
+_BEAT_S = 10.0
 _REFUSED_S = 3.0  # before a refusal counts: a dying vLLM refuses too, and a shared folder may lag
 _READY_TIMEOUT_S = 600.0  # a large model takes minutes to load
 _HOPELESS_RESTARTS = 5  # restarts in a row without anything getting done
@@ -68,7 +73,8 @@ class Session:
         self.folder = folder
         self.config = config
         self._training = training = config if isinstance(config, TrainConfig) else None
-        self.store = Store((training and training.run.store) or str(folder.store))
+        own = training and training.run.store
+        self.store = Store(store_url(own) if own else str(folder.store))
         self.run_id = self._register(kind)
         paths = dict(adapter_paths or {})
         log, max_rank = folder.logs / "vllm.log", training and training.learning.rank
@@ -95,20 +101,23 @@ class Session:
         self.gateway: GatewayHandle
         self.pool: SupervisedProcess | RayPool
         self._next_maintenance = 0.0
+        self._ended = threading.Event()
+        self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
     def _register(self, kind: str) -> str:
         """Return the run's id, new or as the folder has it, and store its settings."""
         config = self.config
         named = {"on_error", "on_timeout", "on_missing_reward", "max_attempts"}
         policies = Policies(**config.rollouts.model_dump(include=named))
-        settings = config.model_dump(mode="json")
+        settings = as_recorded(config.model_dump(mode="json"))
         if self.folder.config.exists():
             run_id = self.folder.run_id.read_text().strip()
             self.store.resume_run(run_id, settings, policies)
             self.store.cancel(run_id, "the run was resumed")
         else:
             run_id = self.store.create_run(self.folder.name, kind, settings, policies)
-            self.folder.run_id.write_text(run_id)
+            self.folder.write(self.folder.started_in, os.getcwd())
+            self.folder.write(self.folder.run_id, run_id)
         # Last: only a folder with a configuration can be resumed.
         self.folder.write_json(self.folder.config, settings)
         return run_id
@@ -131,16 +140,16 @@ class Session:
             self.gateway.start()
             # After the gateway, which may be forked: supervision starts a thread.
             self.pool.supervise()
+            self._heart.start()
             if self._vllm:
                 self._vllm.start()
-        except BaseException:
-            self._stop()
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
             raise
         return self
 
     def _start_runners(self) -> SupervisedProcess | RayPool:
         config = self.config
-        models = config.model_dump(mode="json")["models"]
         how = config.rollouts
         runners = RunnerConfig(
             store=self.store.url, gateway=self.gateway.url, run_id=self.run_id,
@@ -148,7 +157,7 @@ class Session:
             runners=how.runners, timeout_s=how.timeout, lease_s=how.lease,
             concurrency=how.concurrency, rollouts_per_process=how.rollouts_per_process,
             log_bytes=how.log_mib << 20, python=config.agent.python,
-            withheld=secret_variables(models, config.sampler.vllm.key_env),
+            withheld=secret_variables(config),
         )  # fmt: skip
         if config.rollouts.runners_on != "ray":
             return start_pool(runners)
@@ -156,19 +165,38 @@ class Session:
 
         return RayPool(runners, self._training and self._training.gateway.host)
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is not None:
-            with contextlib.suppress(Exception):  # the first error is the one to tell
-                self.store.end_run(self.run_id, "failed")
-        self._stop()
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        interrupted = isinstance(error, KeyboardInterrupt)
+        if interrupted:
+            stderr.print("agents and gateway are being stopped; another signal ends at once")
+        try:
+            self._stop()
+        finally:
+            if error is not None:
+                with contextlib.suppress(Exception):  # the first error is the one to tell
+                    self.store.end_run(self.run_id, "interrupted" if interrupted else "failed")
 
     def _stop(self) -> None:
+        self._ended.set()
+        self.gateway.let_end()
         try:
             self.pool.stop()
         finally:  # after the runners, which ask for the gateway's health
+            if self._vllm:
+                self._vllm.begin_stop()
             self.gateway.stop()
             if self._vllm:
                 self._vllm.stop()
+
+    def _beat(self) -> None:
+        """Tell other machines that this process lives."""
+        while not self._ended.wait(_BEAT_S):
+            # Without patience: the run itself says that the store is away.
+            with (
+                contextlib.suppress(StoreError),
+                contextlib.closing(Store(self.store.url, patience_s=0)) as store,
+            ):
+                store.beat(self.run_id)
 
     def wait_ready(self, on_wait: Callable[[str], object]) -> dict[str, Any]:
         """Wait for the gateway, and return its health.
@@ -185,9 +213,12 @@ class Session:
         waiting, gateway = Waiting(on_wait), self.gateway
         limit = _READY_TIMEOUT_S + (self._plan.vllm_wait or 0)
         while (health := gateway.health()) is None:
-            if gateway.could_not_start or gateway.restarts >= 2 or waiting.seconds > limit:
+            killed = (gateway.last_code or 0) < 0  # from outside, which starting again may outlive
+            tries = 10 if killed else 3
+            if gateway.could_not_start or gateway.deaths >= tries or waiting.seconds > limit:
                 raise RunError(
-                    f"the gateway does not start; the end of {gateway.log}:\n{gateway.log_tail()}"
+                    f"the gateway does not start (exit code {gateway.last_code}); the end of "
+                    f"{gateway.log}:\n{gateway.log_tail()}"
                 )
             waiting.still(
                 lambda: f"the gateway is starting ({waiting.seconds:.0f} s) {gateway.log_tail(1)}"

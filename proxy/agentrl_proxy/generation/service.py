@@ -9,12 +9,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from agentrl_proxy.dependencies import GatewayDependencies, GatewayStats
-from agentrl_proxy.errors import context_length_exceeded, invalid, model_not_found, unavailable
+from agentrl_proxy.errors import (
+    ApiError,
+    context_length_exceeded,
+    invalid,
+    model_not_found,
+    unavailable,
+)
 from agentrl_proxy.generation.response import Choice, SampledCall, generate_response
-from agentrl_proxy.protocols import chat_objects
 from agentrl_proxy.protocols.chat import ChatRequest, sampling_value
 from agentrl_proxy.rendering.continuity import (
     ConversationKey,
@@ -22,6 +28,7 @@ from agentrl_proxy.rendering.continuity import (
     remember_reply,
     render_prompt,
 )
+from agentrl_proxy.rendering.renderer import MAX_VARIANTS, Renderer
 from agentrl_proxy.rendering.structured_output import Constraints
 from agentrl_proxy.requests.attempts import AttemptMemory
 from agentrl_proxy.requests.lifecycle import ClientRequest
@@ -33,12 +40,15 @@ from agentrl_proxy.requests.recording import (
     open_calls,
 )
 from agentrl_proxy.sampler import DecodingParams, PromptScorer
+from agentrl_proxy.server.large_requests import LargeRequests
 from agentrl_proxy.server.sse import Write
 from agentrl_tracer.schemas import AttemptState, CallState, SkipReason
 
 log = logging.getLogger("agentrl.proxy")
 
 _DEFAULT_MAX_TOKENS = 4096  # where neither a setting nor the context length limits the answer
+_UNREAD_BYTES = 64 * 1024
+_BYTES_PER_TOKEN = 64
 _TUNABLE = ("max_tokens", "temperature", "top_p", "top_k", "stop", "seed")
 
 
@@ -48,9 +58,10 @@ class ChatService:
 
     deps: GatewayDependencies
     stats: GatewayStats
+    large: LargeRequests
 
     def __post_init__(self) -> None:
-        self._constraints = Constraints(self.deps.renderer)
+        self._constraints = lru_cache(MAX_VARIANTS)(Constraints)
 
     async def accept(self, request: ChatRequest, client: ClientRequest) -> SampledCall:
         deps, sampler, stats, memory = self.deps, self.deps.sampler, self.stats, client.memory
@@ -60,14 +71,23 @@ class ChatService:
         version = None if adapter is None else sampler.adapters.get(adapter)
         if adapter is not None and version is None:
             raise unavailable(f"adapter {adapter!r} is not loaded", "adapter_not_loaded")
-        constraint = None
+        constraint, renderer = None, self._renderer(request)
         if request.prompt_ids is not None:
             key = ConversationKey(b"", b"", adapter)
-            prompt = Prompt(request.prompt_ids, [], key, continues=None)
+            prompt = Prompt(request.prompt_ids, "", [], key, continues=None)
         else:
-            prompt = self.render(request, memory, adapter)
+            prompt = await self.large.run(client.large, self.render, request, memory, adapter)
             client.heading.prompt_tokens = len(prompt.ids)
-            constraint = await self._constraints.of(request, opened=prompt.opened)
+            # The rows hold the request, so what the model does not read must not be most of it.
+            most = _UNREAD_BYTES + _BYTES_PER_TOKEN * len(prompt.ids)
+            if client.size > most:
+                raise ApiError(
+                    413,
+                    f"the body has {client.size} bytes for a prompt of {len(prompt.ids)} tokens; "
+                    f"up to {most} are recorded: leave out what the model does not read",
+                    code="body_too_large",
+                )
+            constraint = await self._constraints(renderer).of(request, opened=prompt.opened)
         if request.scored and not isinstance(sampler, PromptScorer):
             raise invalid(
                 "echo",
@@ -94,6 +114,8 @@ class ChatService:
         one_call = one_call and deps.renderer.tells_calls_apart
         continued = prompt.continues is not None
         recorded = {**_recorded_params(params), "continued": continued}
+        if renderer.template_kwargs:
+            recorded["chat_template_kwargs"] = renderer.template_kwargs
         not_enforced: list[str] = []
         if constraint is not None:
             recorded["constrained"] = constraint.kind
@@ -116,7 +138,9 @@ class ChatService:
         stats.constrained += constraint is not None
         stats.continued += continued
         stats.rendered += not continued
-        return SampledCall(client, request, prompt, params, constraint, adapter, one_call, rows)
+        return SampledCall(
+            client, request, renderer, prompt, params, constraint, adapter, one_call, rows
+        )
 
     def resolve_model(self, model: str, agent: str | None) -> str | None:
         """Return the adapter for a requested model or its agent; None is the base model."""
@@ -130,12 +154,33 @@ class ChatService:
         raise model_not_found(model)
 
     def render(
-        self, request: ChatRequest, memory: AttemptMemory | None, adapter: str | None
+        self,
+        request: ChatRequest,
+        memory: AttemptMemory | None,
+        adapter: str | None,
+        *,
+        longest: int = 1,
     ) -> Prompt:
-        """Render a request's prompt, continuing a conversation of the attempt."""
+        """Render a request's prompt, continuing a conversation of the attempt.
+
+        Args:
+            longest: context lengths, above which the prompt need not be tokenized.
+        """
+        limit = self.deps.context_length and longest * self.deps.context_length
         conversations = None if memory is None else memory.conversations
         return render_prompt(
-            self.deps.renderer, conversations, request.messages, request.tools, adapter
+            self._renderer(request), conversations, request.messages, request.tools, adapter, limit
+        )
+
+    def _renderer(self, request: ChatRequest) -> Renderer:
+        """Return the renderer with the switches of the request, else of the settings."""
+        if request.prompt_ids is not None:  # no template writes it
+            return self.deps.renderer
+        thinking = request.thinking
+        if thinking is None:
+            thinking = self.deps.defaults.get("thinking")
+        return self.deps.renderer.with_switches(
+            thinking, request.reasoning_effort, request.template_kwargs
         )
 
     async def generate(self, call: SampledCall, write: Write | None) -> dict[str, Any]:
@@ -166,13 +211,11 @@ class ChatService:
             return
         for choice, said in zip(call.choices, response["choices"], strict=True):
             self._remember(call, memory, choice, said["message"])
-            if choice.withdrawn:  # an agent may drop tool calls that did not finish
-                self._remember(call, memory, choice, chat_objects.message(choice.reply))
 
     def _remember(
         self, call: SampledCall, memory: AttemptMemory, choice: Choice, message: dict[str, Any]
     ) -> None:
-        renderer, stop, ids = self.deps.renderer, call.params.stop, choice.sampled.ids
+        renderer, stop, ids = call.renderer, call.params.stop, choice.sampled.ids
         try:
             whole = renderer.decode(ids) if stop else ""
             cut = choice.sampled.cut_at_call or any(one in whole for one in stop)

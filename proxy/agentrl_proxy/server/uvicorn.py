@@ -16,8 +16,9 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from agentrl_proxy.dependencies import ConnectionLimits
+from agentrl_proxy.dependencies import GatewayDependencies
 from agentrl_proxy.server.delivery import connection
+from agentrl_proxy.server.hosts import HostCheck
 
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 75
@@ -66,7 +67,7 @@ def serve_on(app: FastAPI, listening: socket.socket) -> None:
     """
     before = signal.signal(signal.SIGTERM, _exit)
     try:
-        server_of(app).run(sockets=[listening])
+        server_of(app, listening).run(sockets=[listening])
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -75,11 +76,12 @@ def _exit(number: int, frame: object) -> None:
     raise SystemExit(128 + number)
 
 
-def server_of(app: FastAPI) -> uvicorn.Server:
-    limits: ConnectionLimits = app.state.gateway.deps.limits
+def server_of(app: FastAPI, listening: socket.socket) -> uvicorn.Server:
+    deps: GatewayDependencies = app.state.gateway.deps
+    limits = deps.limits
     return uvicorn.Server(
         uvicorn.Config(
-            app,
+            HostCheck(app, listening.getsockname()[0], deps.allowed_hosts),
             loop="uvloop",
             http=type("Protocol", (_Protocol,), {"stall_s": limits.stall_s}),
             ws="none",

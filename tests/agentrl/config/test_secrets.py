@@ -12,8 +12,8 @@ from settings import nested
 
 from agentrl.config.commands import TrainConfig
 from agentrl.config.errors import explain
+from agentrl.config.secrets import secret_variables
 from agentrl.config.settings import OtherModelSettings
-from agentrl.gateway.handle import secret_variables
 from agentrl.gateway.process import GatewayPlan, provider_model
 from agentrl.runner.agent_process.environment import attempt_environment, runner_environment
 from agentrl.runner.protocol import RunnerConfig
@@ -104,7 +104,7 @@ def test_parameters_may_name_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     models = given.model_dump(mode="json")["models"]
     assert "sk-team-token" not in json.dumps(models)
-    assert {"ANSWERER_KEY", "TEAM_TOKEN"} < {*secret_variables(models, None)}
+    assert {"ANSWERER_KEY", "TEAM_TOKEN"} < {*secret_variables({"models": models})}
     assert provider_model(given.models["answerer"]).params == {
         "extra_headers": {"Authorization": "Bearer sk-team-token", "x-a": "b"},
         "prompt_cache_key": "games",

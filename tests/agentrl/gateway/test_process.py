@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import sys
 import time
@@ -19,7 +18,8 @@ from store_records import enqueue
 
 from agentrl.config.commands import ServeConfig
 from agentrl.config.settings import RunnerSettings
-from agentrl.gateway.process import PLAN, GatewayPlan
+from agentrl.gateway.handle import handed_over
+from agentrl.gateway.process import GatewayPlan
 from agentrl.samplers.embedded import EmbeddedSampler
 from agentrl.supervisor import SupervisedProcess
 from agentrl_proxy.sampler import DecodingParams, RefusedError
@@ -75,9 +75,10 @@ def gateway(tmp_path: Path, store: Store) -> Iterator[tuple[str, Claim, Supervis
     )  # fmt: skip
     with socket.create_server(("127.0.0.1", 0)) as sock:
         command = [sys.executable, "-c", FRAGILE.format(folder=str(tmp_path)), str(sock.fileno())]
-        env = {**os.environ, PLAN: plan.model_dump_json()}
         log = tmp_path / "gateway.log"
-        process = SupervisedProcess("gateway", command, log, env, pass_fds=[sock.fileno()])
+        process = SupervisedProcess(
+            "gateway", command, log, stdin=handed_over(plan), pass_fds=[sock.fileno()]
+        )
         process.spawn().supervise()
         yield f"http://127.0.0.1:{sock.getsockname()[1]}", claim, process
         process.stop()

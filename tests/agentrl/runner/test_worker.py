@@ -126,6 +126,18 @@ def test_the_environment_leads_unmodified_clients_to_the_gateway(
     assert dict(os.environ) == before
 
 
+def test_each_attempt_has_storage_of_its_own_until_its_process_ends(
+    harness: RunnerHarness, tmp_path: Path
+) -> None:
+    harness.start("stores", Policies(on_error="drop"), rollouts_per_process=2)
+    ids = harness.enqueue({"file": str(tmp_path / "stored")}, count=2)
+    attempts = harness.finish(ids)
+    assert sorted(value for one in attempts for value in harness.values(one)) == [1, 2]
+    folders = [Path(line) for line in (tmp_path / "stored").read_text().split()]
+    assert len(set(folders)) == 2
+    until(lambda: not any(folder.parents[1].exists() for folder in folders))
+
+
 def test_commands_run_as_agents(harness: RunnerHarness, tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = f'sh -c \'cat > "$0"; echo "$AGENTRL_TASK $1" >> "$0"; exit $1\' {out} {{n}}'

@@ -122,6 +122,21 @@ def test_an_adapter_is_compared_where_it_spoke() -> None:
     assert advantages(batches, "asker") == [-1.0, -2.0, 3.0]
 
 
+def test_what_was_earned_without_asking_is_not_compared() -> None:
+    """r3 was answered from a cache; r4 asked another model; r5 failed; r6 earned nothing."""
+    rollouts = [*PAIR, *(rollout(f"r{i}") for i in (3, 4, 6))]
+    rollouts.append(rollout("r5", state=RolloutState.FAILED))
+    calls = [*(call(r.id, f"{r.id}-a", "asker") for r in PAIR), call("r4", "r4-judge", None)]
+    rewards = [*WON, reward("r3", 7), reward("r4", 7)]
+    batches = split(calls, rewards, {"asker": AdapterRule()}, rollouts)
+    assert advantages(batches, "asker") == [0.5, -0.5]
+    whole = batches.whole()
+    assert whole.unasked == {"r3", "r4"}
+    metrics = whole.metrics()
+    assert (metrics["reward/mean"], metrics["reward/without_call"]) == (0.5, 2)
+    assert metrics["reward/missing"] == 2
+
+
 _STATES = st.sampled_from([RolloutState.SUCCEEDED, RolloutState.FAILED])
 _CALLS = st.lists(
     st.tuples(

