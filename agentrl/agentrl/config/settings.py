@@ -336,6 +336,11 @@ class TrainRunSettings(RunFolderSettings):
     that of the folder that holds the run."""
     keep_checkpoints: Count = 3
     """Newest checkpoints to keep."""
+    keep_adapters: Annotated[int, Field(ge=4)] | None = None
+    """Newest versions of each adapter to keep; by default all. Versions that were evaluated, those
+    of kept checkpoints, and folders that hold a file named keep stay."""
+    keep_logs: Count = 1000
+    """Newest logs of attempts to keep."""
 
 
 class ServeRunSettings(Table):

@@ -174,6 +174,7 @@ def publish(run: TrainingRun, step: int) -> None:
         adapter = run.folder.adapter_version(name, step)
         run.folder.share_adapter(adapter, run.config.run.adapter_readers)
     run.load_published(step)
+    run.prune()
 
 
 class TrainingRun:
@@ -235,6 +236,15 @@ class TrainingRun:
         """Load the saved adapters into the sampler, which empties its prefix cache."""
         for name, path in self.saved.items():
             self.session.publish(name, step, path, step, self.display.note)
+
+    def prune(self) -> None:
+        """Delete old logs and, if the settings say so, old versions of the adapters."""
+        how = self.config.run
+        self.folder.prune_logs(how.keep_logs)
+        if how.keep_adapters is not None:
+            # Rollouts that run ahead, and the versions that vLLM loads again when it recovers.
+            keep = how.keep_adapters + self.config.rollouts.max_staleness
+            self.folder.prune_adapters(keep, self.metrics_log.held_out())
 
     # ---- across crashes
 
