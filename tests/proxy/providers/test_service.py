@@ -30,6 +30,7 @@ from scripted_sampler import OPERATOR_KEY, Running
 
 from agentrl_proxy.dependencies import ProviderModel
 from agentrl_proxy.protocols import translation
+from agentrl_proxy.protocols.chat import MAX_MESSAGES, MAX_TOOLS
 from agentrl_proxy.rendering.renderer import Renderer
 from agentrl_tracer.schemas import CallState, SkipReason
 
@@ -37,6 +38,29 @@ from agentrl_tracer.schemas import CallState, SkipReason
 def test_litellm_is_imported_before_the_gateway_serves(gateway: Running) -> None:
     assert gateway.app.state.gateway.providers._router.done()
     assert translation.translators.cache_info().currsize == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("chat/completions", {"messages": USER * (MAX_MESSAGES + 1)}),
+        ("responses", {"input": USER * (MAX_MESSAGES + 1)}),
+        ("messages", {"messages": USER * (MAX_MESSAGES + 1), "max_tokens": 4}),
+        ("chat/completions", {"messages": USER, "tools": TOOLS * (MAX_TOOLS + 1)}),
+    ],
+)
+def test_what_litellm_takes_long_for_is_bounded(gateway: Running, path: str, body: Any) -> None:
+    said = post_to(gateway, path, **body)
+    assert said.status_code == 400
+    assert "list of up to" in said.text
+
+
+def test_large_pictures_are_passed_on(start: Any, faulty: Any) -> None:
+    """The limits of our own model do not hold for a provider's."""
+    gateway = asking(start, faulty((200, said("fine"))))
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 10**7}}
+    answer = post_to(gateway, messages=[{"role": "user", "content": [picture]}])
+    assert answer.status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
