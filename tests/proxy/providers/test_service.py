@@ -55,14 +55,6 @@ def test_what_litellm_takes_long_for_is_bounded(gateway: Running, path: str, bod
     assert "list of up to" in said.text
 
 
-def test_large_pictures_are_passed_on(start: Any, faulty: Any) -> None:
-    """The limits of our own model do not hold for a provider's."""
-    gateway = asking(start, faulty((200, said("fine"))))
-    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 10**7}}
-    answer = post_to(gateway, messages=[{"role": "user", "content": [picture]}])
-    assert answer.status_code == 200
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_usage_is_recorded(gateway: Running, provider: Running, stream: bool) -> None:
     said = post_to(gateway, messages=USER, max_tokens=9, stream=stream)
