@@ -153,8 +153,9 @@ def note_failed_rollouts(
 def _first_error(
     run: TrainingRun, rollouts: Sequence[Rollout], expected: Collection[AttemptState]
 ) -> str:
-    """Return what the first failed attempt said, and where its log is."""
-    for attempt in run.store.attempts([rollout.id for rollout in rollouts]):
+    """Return what the first failed attempt said, and where its log is; errors come first."""
+    attempts = run.store.attempts([rollout.id for rollout in rollouts])
+    for attempt in sorted(attempts, key=lambda one: one.state is not AttemptState.ERROR):
         if attempt.state not in expected:
             said = (attempt.error or str(attempt.state)).strip().splitlines()[-1][:200]
             log = f" (its output: {shown(Path(attempt.log))})" if attempt.log else ""
