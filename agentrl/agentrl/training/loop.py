@@ -18,6 +18,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+from safetensors import SafetensorError
+
 from agentrl.config.algorithm import step_settings, update_settings
 from agentrl.config.checks import greedy_note
 from agentrl.config.commands import TrainConfig
@@ -99,6 +101,7 @@ def train_step(run: TrainingRun, step: int) -> None:
     row |= seconds_row(timer)
     run.metrics_log.log(step, row)
     run.timer.add(timer)
+    run.session.tell_lost_spans(run.display.note)
     run.display.step(row, run.store.accounting(run.run_id))
 
 
@@ -225,6 +228,8 @@ class TrainingRun:
         """
         try:
             return self.session.result(asked.future())
+        except SafetensorError as error:  # what a full disk makes of an OSError
+            raise RunError(f"{self.folder.root} cannot be written: {error}") from error
         except self._backend.failures as error:
             raise RunError(
                 f"{self.config.run.backend}: {error}\nThe checkpoints are kept: continue with "
@@ -302,6 +307,7 @@ class TrainingRun:
             self.display.note(f"sampled by the model's own modules, not by the lean decoder: {why}")
 
     def finish(self, step: int) -> Summary:
+        self.session.tell_lost_spans(self.display.note, last=True)
         self.queue.close()
         self.session.pool.begin_stop()  # runners end while the learning curve is drawn
         with self.timer("picture"):
