@@ -177,7 +177,8 @@ class Handlers:
         elif len(body) > MAX_OWN_BYTES:
             raise body_too_large(MAX_OWN_BYTES)
         parts = await self.large.run(large, read, raw, provider)
-        if len(body) * len(parts) * parts[0].n > _MAX_RECORDED_BYTES:
+        choices = len(parts) * parts[0].n
+        if choices > 1 and len(body) * choices > _MAX_RECORDED_BYTES:
             message = (
                 f"the body times its choices is more than {_MAX_RECORDED_BYTES} bytes, which would "
                 "be recorded; ask for fewer choices, or send several requests"

@@ -101,6 +101,7 @@ def train_step(run: TrainingRun, step: int) -> None:
     row |= seconds_row(timer)
     run.metrics_log.log(step, row)
     run.timer.add(timer)
+    run.session.tell_lost_spans(run.display.note)
     run.display.step(row, run.store.accounting(run.run_id))
 
 
@@ -316,6 +317,7 @@ class TrainingRun:
             self.display.note(f"sampled by the model's own modules, not by the lean decoder: {why}")
 
     def finish(self, step: int) -> Summary:
+        self.session.tell_lost_spans(self.display.note, last=True)
         self.queue.close()
         self.session.pool.begin_stop()  # runners end while the learning curve is drawn
         with self.timer("picture"):
