@@ -1,4 +1,4 @@
-// An agent of the Vercel AI SDK: default model, one tool, two user turns. Its reward is the length
+// An agent of the Vercel AI SDK: a chat model, one tool, two user turns. Its reward is the length
 // of its last answer.
 import { openai } from "@ai-sdk/openai";
 import { generateText, stepCountIs, tool } from "ai";
@@ -9,7 +9,7 @@ const add = tool({
   inputSchema: z.object({ a: z.number(), b: z.number() }),
   execute: async ({ a, b }) => a + b,
 });
-const model = openai(process.env.AGENTRL_MODEL);
+const model = openai.chat(process.env.AGENTRL_MODEL);
 const messages = [];
 let text = "";
 for (const question of ["What is 2 + 3?", "And 4 + 5?"]) {
