@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NoReturn
 
 END_WITHIN_S = 25.0
@@ -30,11 +31,15 @@ def _nothing() -> str:
     return ""
 
 
+@dataclass
 class _Ending:
-    in_order = False
+    in_order: bool = False
     within_s: float | None = None
-    last_words: Callable[[], str] = staticmethod(_nothing)
-    begun = False
+    last_words: Callable[[], str] = _nothing
+    begun: bool = False
+
+
+_ending = _Ending()
 
 
 def handle_signals() -> None:
@@ -51,13 +56,13 @@ def end_in_order(last_words: Callable[[], str] = _nothing, within_s: float | Non
         last_words: what to print when the command ends before its work is done.
         within_s: seconds after the signal at which the command ends at once.
     """
-    _Ending.in_order, _Ending.within_s, _Ending.last_words = True, within_s, last_words
+    _ending.in_order, _ending.within_s, _ending.last_words = True, within_s, last_words
 
 
 def last_words() -> str:
     """Return what to print at the end of a command whose work is not done."""
     with contextlib.suppress(Exception):  # as when the folder is gone
-        return _Ending.last_words()
+        return _ending.last_words()
     return ""
 
 
@@ -73,12 +78,12 @@ def end_at_once(code: int, said: str) -> NoReturn:
 
 def _on_signal(number: int, _: object) -> None:
     name, code = signal.Signals(number).name, 128 + number
-    if not _Ending.in_order or _Ending.begun:
-        end_at_once(code, f"\nended by {name}" + (" at once" if _Ending.begun else ""))
-    _Ending.begun = True
-    if _Ending.within_s is not None:
-        said = f"\nended by {name}; not everything could be stopped in {_Ending.within_s:.0f} s"
-        watchdog = threading.Timer(_Ending.within_s, end_at_once, (code, said))
+    if not _ending.in_order or _ending.begun:
+        end_at_once(code, f"\nended by {name}" + (" at once" if _ending.begun else ""))
+    _ending.begun = True
+    if _ending.within_s is not None:
+        said = f"\nended by {name}; not everything could be stopped in {_ending.within_s:.0f} s"
+        watchdog = threading.Timer(_ending.within_s, end_at_once, (code, said))
         watchdog.daemon = True
         watchdog.start()
     raise Interrupted(number)

@@ -77,8 +77,8 @@ def _report_given_up(rollout: RolloutContext, request_id: str) -> None:
         return
     attempt = router.attempt(rollout)
     # A call that is closed late, by garbage collection, may not be of the current rollout.
-    late = attempt.root is not None and current_rollout() != rollout
-    under = trace.set_span_in_context(trace.NonRecordingSpan(attempt.root)) if late else None
+    root = attempt.root if current_rollout() != rollout else None
+    under = None if root is None else trace.set_span_in_context(trace.NonRecordingSpan(root))
     span = router.tracer.start_span(
         UNDELIVERED_SPAN, under or router.parent(), attributes={REQUEST_ID: request_id}
     )

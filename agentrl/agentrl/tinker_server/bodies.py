@@ -10,11 +10,12 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agentrl_proxy.dependencies import ConnectionLimits, GatewayStats
+from agentrl_proxy.server.large_requests import LargeRequests
 from agentrl_proxy.server.request_body import BodyReader
 
 # The SDK splits training data into requests of a few MiB.
 _LIMITS = ConnectionLimits(receive_s=300.0, receive_bytes=2**30, stall_s=60.0, grace_s=5)
-BODIES = BodyReader(256 * 2**20, _LIMITS, GatewayStats())
+BODIES = BodyReader(256 * 2**20, _LIMITS, GatewayStats(), LargeRequests())
 
 _SESSION = re.compile(r"[A-Za-z0-9_-]{1,100}")  # a session's id is part of its models' folders
 _MOST_SAMPLES = 1024

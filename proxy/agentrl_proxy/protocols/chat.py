@@ -354,7 +354,9 @@ def _for_sampler(name: str, value: Any) -> Any:
     return float(value) if name == "top_p" else value
 
 
-def _tool_choice(choice: str | dict[str, Any] | None, tools: list[Mapping[str, Any]] | None) -> str:
+def _tool_choice(
+    choice: str | dict[str, Any] | None, tools: Sequence[Mapping[str, Any]] | None
+) -> str:
     if choice is None or choice in ("auto", "none"):
         return "auto"
     if not tools:

@@ -110,7 +110,7 @@ def _said(item: dict[str, Any]) -> Message:
 
 def _join(messages: list[Message], said: Message, thoughts: list[str]) -> None:
     """Add what the assistant said: calls and text of one turn are items of their own."""
-    last = messages[-1] if messages else {"role": "user"}
+    last: Message = messages[-1] if messages else {"role": "user"}
     if last["role"] != "assistant" or thoughts:
         messages.append(_with_thoughts(said, thoughts))
     elif calls := said.get("tool_calls"):

@@ -133,7 +133,7 @@ def responses_as_chat(
             where = f"input[{i}].call_id"
             raise invalid(where, f"{where}: no function_call before it has this call_id")
     choice = raw.get("tool_choice")
-    allowed = isinstance(choice, dict) and choice["type"] == "allowed_tools"
+    allowed = choice if isinstance(choice, dict) and choice["type"] == "allowed_tools" else None
     known = {**raw, "tool_choice": "auto"} if allowed else raw  # LiteLLM does not know it
     if provider_model is None:
         chat = conversion.chat_of_response(known)
@@ -142,9 +142,11 @@ def responses_as_chat(
     else:
         chat = translation.chat_of_response(known, provider_model)
     if allowed:
-        tools = [{"type": "function", "function": {"name": one["name"]}} for one in choice["tools"]]
-        choice = {"type": "allowed_tools", "allowed_tools": {**choice, "tools": tools}}
-        chat["tool_choice"] = choice
+        tools = [
+            {"type": "function", "function": {"name": one["name"]}} for one in allowed["tools"]
+        ]
+        allowed = {**allowed, "tools": tools}
+        chat["tool_choice"] = {"type": "allowed_tools", "allowed_tools": allowed}
     wanted = _WITH_LOGPROBS in (raw.get("include") or ())
     chat |= {
         "stream": raw.get("stream"),

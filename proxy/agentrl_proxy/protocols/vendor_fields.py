@@ -52,7 +52,7 @@ def asked_thinking(raw: dict[str, Any]) -> tuple[bool | None, str | None]:
     reasoning = raw.get("reasoning") or {}  # OpenRouter's
     effort = raw.get("reasoning_effort") or reasoning.get("effort")
     kind = (raw.get("thinking") or {}).get("type")  # DeepSeek's and Anthropic's
-    said = {"disabled": False, "enabled": True, "adaptive": True}.get(kind)
+    said = {"disabled": False, "enabled": True, "adaptive": True}.get(kind or "")
     for thinking in (raw.get("enable_thinking"), said, reasoning.get("enabled")):
         if thinking is not None:
             return thinking, effort

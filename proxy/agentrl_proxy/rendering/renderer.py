@@ -108,7 +108,8 @@ class Renderer:
             )
         asked: dict[str, Any] = {"reasoning_effort": effort}
         asked |= dict.fromkeys(THINKING_SWITCHES, thinking)
-        asked = {k: v for k, v in asked.items() if v is not None and k in self.switches} | kwargs
+        asked = {k: v for k, v in asked.items() if v is not None and k in self.switches}
+        asked |= kwargs
         if not asked:
             return self
         name = json.dumps(asked, sort_keys=True)
@@ -205,7 +206,7 @@ class Renderer:
             return encode([text], add_special_tokens=special)[0].ids
         except (TypeError, UnicodeEncodeError):
             # Tool arguments are JSON inside a string, which may escape a lone surrogate.
-            raise invalid(param, param, f"{param}: a lone surrogate is not Unicode text") from None
+            raise invalid(param, f"{param}: a lone surrogate is not Unicode text") from None
 
     def render(
         self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None

@@ -156,6 +156,9 @@ class _CoalescingTransport:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
+    def get_write_buffer_size(self) -> int:
+        return self._transport.get_write_buffer_size()
+
     def write(self, data: bytes) -> None:
         if not self._held:
             self._loop.call_soon(self._flush)

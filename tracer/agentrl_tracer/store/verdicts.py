@@ -104,7 +104,7 @@ class VerdictStore:
             c.execute(change.values(trained_step=None, skip_reason=SkipReason.SUPERSEDED))
             verdicts = [_TRAINED if row[1] is not None else row[2] for row in found.values()]
             before = Counter[str](verdict for verdict in verdicts if verdict is not None)
-            changes = Counter({SkipReason.SUPERSEDED: len(found)})
+            changes = Counter[str]({SkipReason.SUPERSEDED: len(found)})
             changes.subtract(before)
             self.count_verdicts(c, {(run_id, verdict): count for verdict, count in changes.items()})
             return len(found)
