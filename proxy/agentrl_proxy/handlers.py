@@ -19,9 +19,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from agentrl_proxy.dependencies import GatewayDependencies, GatewayStats
-from agentrl_proxy.errors import model_not_found, refused_by_sampler, unavailable
+from agentrl_proxy.errors import invalid, model_not_found, refused_by_sampler, unavailable
 from agentrl_proxy.generation.service import ChatService
 from agentrl_proxy.protocols import openapi, translation
+from agentrl_proxy.protocols.chat import ChatRequest
 from agentrl_proxy.protocols.fields import check_body, read_object
 from agentrl_proxy.protocols.messages import messages_as_chat
 from agentrl_proxy.protocols.models import ADAPTER, model_card, model_list
@@ -38,12 +39,18 @@ from agentrl_proxy.requests.auth import Credentials, ask
 from agentrl_proxy.requests.lifecycle import ClientRequest
 from agentrl_proxy.requests.rate_limits import Admission
 from agentrl_proxy.requests.recording import agent_name
+from agentrl_proxy.requests.stored_responses import (
+    StoredResponses,
+    input_items,
+    listed,
+    response_of,
+)
 from agentrl_proxy.sampler import RefusedError
 from agentrl_proxy.server.request_body import BodyReader
 from agentrl_proxy.server.sse import WorkResponse, json_response
 from agentrl_proxy.telemetry import otlp_ingest
 from agentrl_proxy.telemetry.otlp_export import ExportingSink
-from agentrl_tracer.schemas import AttemptRef, AttemptState
+from agentrl_tracer.schemas import AttemptRef, AttemptState, Call
 
 log = logging.getLogger("agentrl.proxy")
 
@@ -113,7 +120,23 @@ class Handlers:
         return await self._answer(request, partial(completion_parts, self.deps))
 
     async def responses(self, request: Request) -> Response:
-        return await self._answer(request, partial(translated_parts, responses_as_chat))
+        read = partial(translated_parts, responses_as_chat)
+        return await self._answer(request, read, may_refer=True)
+
+    async def response(self, request: Request) -> Response:
+        """Return a stored response, from its record."""
+        if request.query_params.get("stream") == "true":
+            raise invalid("stream", "a stored response is not streamed; leave stream out")
+        return json_response(response_of(await self._stored(request)))
+
+    async def response_input(self, request: Request) -> Response:
+        return json_response(listed(input_items(await self._stored(request))))
+
+    async def _stored(self, request: Request) -> Call:
+        headers, params = request.headers, request.path_params
+        attempt = await self.credentials.caller(headers, params.get("rollout_id"))
+        known = StoredResponses(self.deps.store, attempt, headers)
+        return await known.get(params["response_id"])
 
     async def messages(self, request: Request) -> Response:
         return await self._answer(request, partial(translated_parts, messages_as_chat))
@@ -131,14 +154,22 @@ class Handlers:
         memory = None if attempt is None else self.attempts.of(attempt)
         return json_response({"input_tokens": len(self.chat.render(asked, memory, adapter).ids)})
 
-    async def _answer(self, request: Request, read: Reader) -> Response:
-        """Answer with our own model or the provider's that the request names."""
+    async def _answer(self, request: Request, read: Reader, *, may_refer: bool = False) -> Response:
+        """Answer with our own model or the provider's that the request names.
+
+        Args:
+            may_refer: whether the request may name earlier responses by their ids.
+        """
         attempt, headers, body = await self._received(request)
         raw = read_object(body)
         if read is not chat_parts:
             await translation.load()
-        provider = self.providers.model_of(raw)
+        provider, earlier = self.providers.model_of(raw), None
+        if may_refer:
+            raw, earlier = await StoredResponses(self.deps.store, attempt, headers).resolved(raw)
         parts = read(raw, provider)
+        if isinstance(parts[0], ChatRequest):
+            parts[0].earlier = earlier
         work = ClientRequest(
             self.admission,
             self.chat if provider is None else self.providers,
