@@ -25,7 +25,10 @@ SUPPORT = Path(__file__).parent
 
 
 class Run:
-    """A run of an agent of ``train_agents``: by default 2 steps of 4 groups of 4 rollouts."""
+    """A run of an agent of ``train_agents`` or another file, ``FILE:NAME``.
+
+    By default 2 steps of 4 groups of 4 rollouts.
+    """
 
     def __init__(self, folder: Path, agent: str, *, task_count: int = 40, **settings: Any) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -36,8 +39,9 @@ class Run:
             "tasks": tasks, "eval_tasks": held_out, "runs": folder, "name": "run",
             "batch_size": 4, "group_size": 4, "steps": 2, "runners": 2, "lease": 2,
         } | settings  # fmt: skip
-        self.arguments = ["train", f"{SUPPORT / 'train_agents.py'}:{agent}"]
-        self.arguments += flags(**settings)
+        entrypoint = agent if ":" in agent else f"{SUPPORT / 'train_agents.py'}:{agent}"
+        self.arguments = ["train", entrypoint]
+        self.arguments += flags(**{k: v for k, v in settings.items() if v is not None})
         self.folder = RunFolder(folder / "run")
         self.output = ""
 

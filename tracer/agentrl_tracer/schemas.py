@@ -184,6 +184,17 @@ class Call:
     trained_step: int | None = None
     skip_reason: SkipReason | None = None
 
+    @property
+    def tokens(self) -> tuple[int, int] | None:
+        """Prompt and sampled tokens. For a provider's model what it reported, for all choices in
+        the row of the first; None if it did not."""
+        said = self.params.get("usage")
+        if self.prompt_ids or not (said or "usage_unknown" in self.params):
+            return len(self.prompt_ids), len(self.response_ids)
+        if self.choice and said:
+            return 0, 0
+        return said and (said.get("prompt_tokens") or 0, said.get("completion_tokens") or 0)
+
 
 @dataclass(frozen=True, slots=True)
 class PastCall:

@@ -44,12 +44,15 @@ from agentrl_proxy.requests.recording import (
     open_calls,
 )
 from agentrl_proxy.sampler import DecodingParams, PromptScorer
+from agentrl_proxy.server.large_requests import LargeRequests
 from agentrl_proxy.server.sse import Write
 from agentrl_tracer.schemas import AttemptState, CallState, SkipReason
 
 log = logging.getLogger("agentrl.proxy")
 
 _DEFAULT_MAX_TOKENS = 4096  # where neither a setting nor the context length limits the answer
+_UNREAD_BYTES = 64 * 1024
+_BYTES_PER_TOKEN = 64
 _TUNABLE = ("max_tokens", "temperature", "top_p", "top_k", "stop", "seed")
 
 
@@ -59,6 +62,7 @@ class ChatService:
 
     deps: GatewayDependencies
     stats: GatewayStats
+    large: LargeRequests
 
     def __post_init__(self) -> None:
         self._constraints = lru_cache(MAX_VARIANTS)(Constraints)
@@ -76,8 +80,17 @@ class ChatService:
             key = ConversationKey(b"", b"", adapter)
             prompt = Prompt(request.prompt_ids, "", [], key, continues=None)
         else:
-            prompt = self.render(request, memory, adapter)
+            prompt = await self.large.run(client.large, self.render, request, memory, adapter)
             client.heading.prompt_tokens = len(prompt.ids)
+            # The rows hold the request, so what the model does not read must not be most of it.
+            most = _UNREAD_BYTES + _BYTES_PER_TOKEN * len(prompt.ids)
+            if client.size > most:
+                raise ApiError(
+                    413,
+                    f"the body has {client.size} bytes for a prompt of {len(prompt.ids)} tokens; "
+                    f"up to {most} are recorded: leave out what the model does not read",
+                    code="body_too_large",
+                )
             constraint = await self._constraints(renderer).of(request, opened=prompt.opened)
         if request.scored and not isinstance(sampler, PromptScorer):
             raise invalid(
@@ -145,11 +158,21 @@ class ChatService:
         raise model_not_found(model)
 
     def render(
-        self, request: ChatRequest, memory: AttemptMemory | None, adapter: str | None
+        self,
+        request: ChatRequest,
+        memory: AttemptMemory | None,
+        adapter: str | None,
+        *,
+        longest: int = 1,
     ) -> Prompt:
-        """Render a request's prompt, continuing a conversation of the attempt."""
+        """Render a request's prompt, continuing a conversation of the attempt.
+
+        Args:
+            longest: context lengths, above which the prompt need not be tokenized.
+        """
+        limit = self.deps.context_length and longest * self.deps.context_length
         known = None if memory is None else memory.conversations
-        asked = (request.messages, request.tools, adapter)
+        asked = (request.messages, request.tools, adapter, limit)
         prompt = render_prompt(self._renderer(request), known, *asked)
         if prompt.branched is not None and request.earlier is not None:
             # Outside rollouts, or an earlier process answered it.

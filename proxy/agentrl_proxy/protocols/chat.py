@@ -52,6 +52,9 @@ MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_TOP_LOGPROBS = 20
 MAX_BIASES = 1024
+MAX_MESSAGES = 4096
+MAX_TOOLS = 1024
+MAX_ARGUMENTS = 2**20  # characters of a tool call's arguments, which are parsed at one go
 _LONGEST_SWITCH = 100
 _MISPLACED = {
     "system": "send a message of the role system",
@@ -155,8 +158,14 @@ _PART = Tagged(
     | {name: Object([name], **{name: OBJECT}) for name in ("input_audio", "file")},
     refusal=("unsupported_content", "this model reads text only"),
 )
+_ARGUMENTS = Value(
+    lambda v: isinstance(v, str) and len(v) <= MAX_ARGUMENTS,
+    f"a string of up to {MAX_ARGUMENTS} characters",
+    {"type": "string", "maxLength": MAX_ARGUMENTS},
+    TEXT,
+)
 _CALL = Object(
-    ["function"], id=TEXT, type=TEXT, function=Object(["name"], name=TEXT, arguments=TEXT)
+    ["function"], id=TEXT, type=TEXT, function=Object(["name"], name=TEXT, arguments=_ARGUMENTS)
 )
 
 _MESSAGE = Object(
@@ -176,7 +185,7 @@ _NAMED = Object(["function"], function=Object(["name"], name=NONEMPTY))
 CHAT = Object(
     ["model", "messages"],
     model=NAME,
-    messages=Array(MESSAGE, minimum=1),
+    messages=Array(MESSAGE, minimum=1, maximum=MAX_MESSAGES),
     max_tokens=MAX_TOKENS,
     max_completion_tokens=MAX_TOKENS,
     **SAMPLING,
@@ -190,11 +199,12 @@ CHAT = Object(
     stream_options=STREAM_OPTIONS,
     return_token_ids=BOOLEAN,
     tools=Array(
-        Tagged(
+        maximum=MAX_TOOLS,
+        items=Tagged(
             {"function": Object(["function"], function=FUNCTION)},
             default="",  # some providers' own tools have none
             provider_kinds={},
-        )
+        ),
     ),
     tool_choice=tool_choice(_NAMED, Object(["allowed_tools"], allowed_tools=allowed_tools(_NAMED))),
     response_format=Tagged(
