@@ -30,10 +30,12 @@ from agentrl_proxy.errors import (
 from agentrl_proxy.generation.service import ChatService
 from agentrl_proxy.protocols import openapi, translation
 from agentrl_proxy.protocols.chat import ChatRequest
+from agentrl_proxy.protocols.embeddings import EMBEDDINGS, no_embeddings
 from agentrl_proxy.protocols.fields import check_body, read_object
 from agentrl_proxy.protocols.messages import messages_as_chat
 from agentrl_proxy.protocols.models import ADAPTER, model_card, model_list
 from agentrl_proxy.protocols.responses import responses_as_chat
+from agentrl_proxy.providers.embeddings import EmbeddingService, embedding_request
 from agentrl_proxy.providers.requests import (
     Parts,
     Reader,
@@ -155,6 +157,19 @@ class Handlers:
 
     async def messages(self, request: Request) -> Response:
         return await self._answer(request, partial(translated_parts, messages_as_chat))
+
+    async def embeddings(self, request: Request) -> Response:
+        """Answer with a provider's model; ours makes no embeddings."""
+        attempt, headers, body = await self._received(request)
+        raw = await self.large.run(is_large(body), read_object, body)
+        check_body(EMBEDDINGS, raw)
+        if self.providers.model_of(raw) is None:
+            raise no_embeddings(raw["model"])
+        memory = None if attempt is None else self.attempts.of(attempt)
+        service, parts = EmbeddingService(self.providers), [embedding_request(raw)]
+        large = is_large(body)
+        work = ClientRequest(self.admission, service, parts, 0, raw, body, headers, memory, large)
+        return WorkResponse(work, stream=False)
 
     async def count_tokens(self, request: Request) -> Response:
         """Count the prompt tokens of a Messages request. Nothing is sampled."""

@@ -43,8 +43,13 @@ from agentrl_proxy.protocols.fields import (
     shown,
     text_or,
 )
-from agentrl_proxy.protocols.unsupported import OURS_ALONE, refuse_unsupported
-from agentrl_proxy.protocols.vendor_fields import allowed_only, asked_thinking, guided_format
+from agentrl_proxy.protocols.vendor_fields import (
+    OURS_ALONE,
+    allowed_only,
+    asked_thinking,
+    guided_format,
+    refuse_unsupported,
+)
 from agentrl_tracer.schemas import Call
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")

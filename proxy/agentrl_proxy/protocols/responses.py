@@ -39,7 +39,7 @@ from agentrl_proxy.protocols.fields import (
     one_of,
     text_or,
 )
-from agentrl_proxy.protocols.unsupported import refuse_unsupported
+from agentrl_proxy.protocols.vendor_fields import refuse_unsupported
 
 # --- requests
 

@@ -112,7 +112,9 @@ def _is_answered(request: ClientRequest, calls: Sequence[Call]) -> bool:
     """Whether the rows of a request are all of its answer. A provider may give fewer choices than
     requested; our own sampler (it alone reports prompt tokens) gives all of them."""
     prompts = {
-        call.choice // request.parts[0].n for call in calls if call.state is CallState.COMPLETED
+        call.choice // request.parts[0].n
+        for call in calls
+        if call.state is CallState.COMPLETED and call.response is not None
     }
     return len(prompts) == len(request.parts) and all(
         call.state is CallState.COMPLETED or (not call.prompt_ids and call.ended_at is not None)

@@ -149,7 +149,7 @@ class CallStore(VerdictStore, RewardStore):
 
     def call(self, call_id: str) -> Call | None:
         """Return one call; the first choice of a response has the response's id."""
-        rows = self.db.fetch(_ONE_CALL, {"id": call_id})
+        rows = self.db.fetch_rows(_ONE_CALL, {"id": call_id})
         return _call(rows[0]) if rows else None
 
     def same_requests(self, attempt_id: str, request: Json) -> list[PastCall]:
