@@ -83,7 +83,10 @@ class Handlers:
         self.attempts = AttemptMemories()
         self.credentials = Credentials(deps.store, deps.operator_key, self.stats)
         self.large = LargeRequests()
-        self.bodies = BodyReader(deps.max_body_bytes, deps.limits, self.stats, self.large)
+        most = deps.max_body_bytes if deps.provider_models else MAX_OWN_BYTES
+        self.bodies = BodyReader(
+            min(most, deps.max_body_bytes), deps.limits, self.stats, self.large
+        )
         self.admission = Admission(deps, self.stats)
         self.chat = ChatService(deps, self.stats, self.large)
         self.providers = ProviderService(deps, self.stats)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import signal
 from pathlib import Path
 
 from agentrl.cli import Tokens
@@ -15,8 +14,10 @@ from agentrl.config.secrets import store_url
 from agentrl.console.output import console, print_line
 from agentrl.gateway.handle import GatewayHandle
 from agentrl.gateway.process import GatewayPlan
+from agentrl.interrupts import end_in_order
 from agentrl.runs.folder import adapter_folders
 from agentrl.samplers.vllm.server import planned_server
+from agentrl_tracer.store import Store
 
 
 def serve_command(*tokens: Tokens) -> None:
@@ -42,6 +43,7 @@ def serve_command(*tokens: Tokens) -> None:
         f"-d '{json.dumps(body)}'\n"
     )
     store = store_url(config.run.store)
+    Store(store).close()  # what is wrong with it is said here, not in the gateway's log
     log = Path("vllm.log") if "://" in store else Path(f"{store}.vllm.log")
     vllm = planned_server(config, log, max_rank=None, adapters=adapters.values())
     plan = GatewayPlan.of(
@@ -56,8 +58,7 @@ def serve_command(*tokens: Tokens) -> None:
     )
     gateway = GatewayHandle(plan, None, sock)
     with contextlib.ExitStack() as stack, contextlib.suppress(KeyboardInterrupt):
-        # SIGTERM, which systemd, Docker and Kubernetes send, ends the process like Ctrl-C.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        end_in_order()  # within gateway.grace; told to stop, a server has done its work: code 0
         if vllm is not None:
             stack.callback(vllm.stop)
             log.parent.mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,6 @@ from agentrl_proxy.errors import (
 )
 from agentrl_proxy.generation.recall import recall_reply
 from agentrl_proxy.generation.response import Choice, SampledCall, generate_response
-from agentrl_proxy.protocols import chat_objects
 from agentrl_proxy.protocols.chat import ChatRequest, sampling_value
 from agentrl_proxy.rendering.continuity import (
     ConversationKey,
@@ -221,8 +220,6 @@ class ChatService:
             return
         for choice, said in zip(call.choices, response["choices"], strict=True):
             self._remember(call, memory, choice, said["message"])
-            if choice.withdrawn:  # an agent may drop tool calls that did not finish
-                self._remember(call, memory, choice, chat_objects.message(choice.reply))
 
     def _remember(
         self, call: SampledCall, memory: AttemptMemory, choice: Choice, message: dict[str, Any]

@@ -24,6 +24,7 @@ from agentrl_proxy.protocols.fields import (
     BOOLEAN,
     INTEGER,
     JSON_SCHEMA,
+    LARGEST_COUNT,
     NAME,
     NONEMPTY,
     NUMBER,
@@ -50,7 +51,7 @@ from agentrl_proxy.protocols.vendor_fields import (
     guided_format,
     refuse_unsupported,
 )
-from agentrl_tracer.schemas import Call
+from agentrl_tracer.schemas import GREEDY_BELOW, Call
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_CHOICES = 128
@@ -140,7 +141,9 @@ _GUIDED = Either("a JSON schema, as an object or its text", str=NONEMPTY, dict=J
 SAMPLING: dict[str, Field] = {
     "temperature": _number(lambda v: 0 <= v <= 2, "from 0 to 2", minimum=0, maximum=2),
     "top_p": _number(lambda v: 0 < v <= 1, "above 0 and up to 1", exclusiveMinimum=0, maximum=1),
-    "top_k": replace(integer(-1), allowed="an integer; 0 and -1 mean all tokens"),
+    "top_k": replace(
+        integer(-1), allowed=f"an integer up to {LARGEST_COUNT}; 0 and -1 mean all tokens"
+    ),
     "stop": Either(
         f"a non-empty string or a list of up to {MAX_STOPS} of them",
         str=_STOP,
@@ -352,7 +355,9 @@ def _for_sampler(name: str, value: Any) -> Any:
         return (value,) if isinstance(value, str) else tuple(value)
     if name == "top_k":
         return max(value, 0)
-    return float(value) if name in ("temperature", "top_p") else value
+    if name == "temperature":
+        return 0.0 if value < GREEDY_BELOW else float(value)
+    return float(value) if name == "top_p" else value
 
 
 def _tool_choice(choice: str | dict[str, Any] | None, tools: list[Mapping[str, Any]] | None) -> str:

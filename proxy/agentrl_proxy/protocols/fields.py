@@ -25,6 +25,7 @@ Field: TypeAlias = "Value | Array | Object | Tagged | Either"
 """Checks one JSON value (``check`` raises WrongValue), and describes it as ``schema``."""
 
 LARGEST_INTEGER = 2**64 - 1  # orjson reads larger ones as floats
+LARGEST_COUNT = 2**31 - 1  # samplers put numbers of tokens into tensors
 MAX_DEPTH = 254  # orjson's limit; the chat template and the store take this much
 MAX_MARKS = 300_000
 """Of ``,`` and, three times as dear, ``: [ {`` in a body, those in its texts included. Parsing
@@ -263,13 +264,11 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def integer(minimum: int, maximum: int = LARGEST_INTEGER) -> Value:
-    unlimited = maximum == LARGEST_INTEGER
-    allowed = f"of at least {minimum}" if unlimited else f"from {minimum} to {maximum}"
+def integer(minimum: int, maximum: int = LARGEST_COUNT) -> Value:
     schema = {"type": "integer", "minimum": minimum, "maximum": maximum}
     return Value(
         lambda v: is_integer(v) and minimum <= v <= maximum,
-        f"an integer {allowed}",
+        f"an integer from {minimum} to {maximum}",
         schema,
         INTEGER,
     )

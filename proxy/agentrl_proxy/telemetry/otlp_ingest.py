@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import secrets
 import time
 from collections.abc import Mapping
@@ -18,7 +17,14 @@ from agentrl_proxy.requests.recording import trace_context
 from agentrl_proxy.server.large_requests import LargeRequests, is_large
 from agentrl_proxy.server.sse import json_response
 from agentrl_tracer.conventions import REWARD_NAME
-from agentrl_tracer.schemas import AttemptRef, AttemptState, Reward, Span
+from agentrl_tracer.schemas import (
+    REWARD_RANGE,
+    AttemptRef,
+    AttemptState,
+    Reward,
+    Span,
+    is_reward,
+)
 
 log = logging.getLogger("agentrl.proxy")
 
@@ -86,8 +92,8 @@ async def reward(
     if not named or any("\0" in name for name, _ in named.values()):
         raise invalid("value", "value must be a number, or an object of numbers by name")
     for _, number in named.values():
-        if type(number) not in (int, float) or not math.isfinite(number):
-            raise invalid("value", f"value must be a finite number; got {shown(number)}")
+        if type(number) not in (int, float) or not is_reward(number):
+            raise invalid("value", f"{REWARD_RANGE}; got {shown(number)}")
     rewards = [
         Reward(
             attempt_id=attempt.attempt_id,
