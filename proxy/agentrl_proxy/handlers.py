@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from importlib import metadata
@@ -229,7 +229,8 @@ class Handlers:
         parts = await self.large.run(large, read, raw, provider)
         if isinstance(parts[0], ChatRequest):
             parts[0].earlier = earlier
-        if len(body) * len(parts) * parts[0].n > _MAX_RECORDED_BYTES:
+        choices = len(parts) * parts[0].n
+        if choices > 1 and len(body) * choices > _MAX_RECORDED_BYTES:
             message = (
                 f"the body times its choices is more than {_MAX_RECORDED_BYTES} bytes, which would "
                 "be recorded; ask for fewer choices, or send several requests"
@@ -252,7 +253,15 @@ class Handlers:
 
     async def traces(self, request: Request) -> Response:
         attempt, headers, body = await self._received(request, MAX_OWN_BYTES, may_be_sealed=True)
-        return await otlp_ingest.traces(self.deps.writer, self.large, attempt, body, headers)
+        return await otlp_ingest.traces(
+            self.deps.writer, self.large, attempt, body, headers, self._note_given_up
+        )
+
+    async def _note_given_up(self, attempt: AttemptRef, request_ids: Sequence[str]) -> None:
+        """Record that the agent's process did not get the answers to these requests."""
+        self.attempts.of(attempt).given_up.update(request_ids)
+        mark = self.deps.store.mark_undelivered
+        await asyncio.to_thread(mark, attempt.attempt_id, request_ids)
 
     async def rewards(self, request: Request) -> Response:
         attempt, headers, body = await self._received(request, MAX_OWN_BYTES, may_be_sealed=True)

@@ -45,6 +45,7 @@ def execute(
             planned,
             lambda done, _: progress.update(bar, completed=done, description="rollouts"),
         )
+        session.tell_lost_spans(progress.console.print, last=True)
     calls = session.skip_calls([rollout.id for rollout in rollouts], SkipReason.EVALUATION)
     store.end_run(session.run_id, "finished")
     return session, rollouts, calls

@@ -57,11 +57,14 @@ def runner_config(settings: JoinConfig, run: dict[str, Any]) -> RunnerConfig:
     agent = recorded(started, "agent.entrypoint")
     if agent is None:
         raise ConfigError(f"run.id: an earlier version started the run {run['id']}; it cannot join")
+    gateway = settings.gateway.url or recorded(started, "gateway.url")
+    if gateway is None:
+        raise ConfigError(f"gateway.url: the store has none of the run {run['id']}; give it")
     # The settings that the run did not change may be new since it was started.
     ours = RunnerSettings().model_dump() | (started.get("rollouts") or {})
     return RunnerConfig(
         store=store_url(settings.run.store),
-        gateway=settings.gateway.url.rstrip("/"),
+        gateway=gateway.rstrip("/"),
         run_id=run["id"],
         agent=settings.agent.entrypoint or agent,
         model=_model_name(run),
@@ -70,6 +73,7 @@ def runner_config(settings: JoinConfig, run: dict[str, Any]) -> RunnerConfig:
         timeout_s=settings.rollouts.timeout or ours["timeout"],
         lease_s=ours["lease"],
         rollouts_per_process=ours["rollouts_per_process"],
+        log_bytes=ours["log_mib"] << 20,
         concurrency=settings.rollouts.concurrency or ours["concurrency"],
         python=settings.agent.python,  # of this machine
         # Keys that agents on the trainer's machine would inherit.

@@ -53,6 +53,8 @@ def train_command(*tokens: Tokens) -> None:
         # After the session, which may fork: the display has a thread.
         TrainDisplay(console, f"agentrl · {folder.name}", since=session.started) as display,
     ):
+        if command := session.how_to_join():
+            print_line(f"more runners can join:  {command}")
         with heavy_imports():
             from agentrl.training.loop import TrainingRun, train
 

@@ -178,8 +178,9 @@ class JoinRolloutSettings(Table):
 
 
 class JoinGatewaySettings(Table):
-    url: HttpUrl
-    """URL of the run's gateway, as this machine reaches it (see gateway.host)."""
+    url: HttpUrl | None = None
+    """URL of the run's gateway, as this machine reaches it; by default the one that the run keeps
+    in its store."""
 
 
 class JoinRunSettings(Table):
@@ -201,7 +202,7 @@ class JoinConfig(_Command):
 
     agent: JoinAgentSettings = JoinAgentSettings()
     rollouts: JoinRolloutSettings = JoinRolloutSettings()
-    gateway: JoinGatewaySettings
+    gateway: JoinGatewaySettings = JoinGatewaySettings()
     run: JoinRunSettings
 
 

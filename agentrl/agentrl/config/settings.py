@@ -112,6 +112,8 @@ class RunnerSettings(Table):
     """When an attempt emits no reward: retry, drop it, or assign a reward."""
     max_attempts: Count = 3
     """Attempts per rollout, the first included."""
+    log_mib: Annotated[int, Field(ge=1, le=65536)] = 4
+    """MiB of output that an attempt's log keeps: its beginning and its end."""
     max_calls_per_rollout: Count | None = None
     """Model calls that one attempt may make; by default no limit."""
     max_tokens_per_rollout: Count | None = None
@@ -334,6 +336,11 @@ class TrainRunSettings(RunFolderSettings):
     that of the folder that holds the run."""
     keep_checkpoints: Count = 3
     """Newest checkpoints to keep."""
+    keep_adapters: Annotated[int, Field(ge=4)] | None = None
+    """Newest versions of each adapter to keep; by default all. Versions that were evaluated, those
+    of kept checkpoints, and folders that hold a file named keep stay."""
+    keep_logs: Count = 1000
+    """Newest logs of attempts to keep."""
 
 
 class ServeRunSettings(Table):

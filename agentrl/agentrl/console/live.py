@@ -135,7 +135,7 @@ class TrainDisplay:
             ahead = f"   rollouts of the next steps {done}/{total}"
         elapsed = f"   {_duration(time.perf_counter() - self._started)} elapsed"
         phase = Text.assemble((self._phase, "bold cyan"), (ahead, "cyan"), (elapsed, "dim"))
-        notes = [Text(f"! {note}", style="yellow", overflow="ellipsis") for note in self._notes]
+        notes = [Text(f"! {note}", style="yellow", overflow="fold") for note in self._notes]
         parts = Group(self._progress, phase, facts(self._figures()), *notes)
         return Panel(parts, title=f"[b]{self._title}[/]", title_align="left", border_style="blue")
 

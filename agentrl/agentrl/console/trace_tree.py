@@ -15,7 +15,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from agentrl.runs.excerpts import answer_excerpt, excerpt, prompt_excerpt, text_of
-from agentrl_tracer.conventions import OUTPUT, REWARD_SPAN
+from agentrl_tracer.conventions import NOTE_DATA, NOTE_NAME, NOTE_SPAN, OUTPUT, REWARD_SPAN
 from agentrl_tracer.schemas import Attempt, AttemptState, Call, CallState, Reward, Rollout, Span
 from agentrl_tracer.store import Store
 
@@ -116,6 +116,9 @@ def _add_records(
 
 
 def _span_line(span: Span) -> Text:
+    if span.name == NOTE_SPAN:
+        name, data = (text_of(span.attributes.get(key, "")) for key in (NOTE_NAME, NOTE_DATA))
+        return _line(("note ", "bold cyan"), (name, "cyan"), (f"  {excerpt(data)}", ""))
     line = _line((span.name, "cyan"), _seconds(span.start_ns / 1e9, span.end_ns / 1e9))
     for name in _SHOWN_ATTRIBUTES:
         if name in span.attributes:

@@ -54,6 +54,23 @@ class GatewayHandle(SupervisedProcess):
             trust_env=False,  # no proxy between us and loopback
         )
 
+    @property
+    def url_for_others(self) -> str:
+        """Its URL as other machines reach it; this machine's own where it listens on loopback."""
+        host, port = self._socket.getsockname()[:2]
+        if host not in ("0.0.0.0", "::"):
+            return self.url
+        family, far = (socket.AF_INET6, "2001:db8::1") if host == "::" else (
+            socket.AF_INET, "192.0.2.1"
+        )  # fmt: skip
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as route:  # sends nothing
+                route.connect((far, 9))
+                address = str(route.getsockname()[0])
+        except OSError:  # no network
+            address = socket.gethostname()
+        return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+
     def start(self) -> None:
         """Start the process, as a fork of this one where that is safe and saves the imports."""
         self.spawn(self._serve if _may_fork() else None)

@@ -8,10 +8,12 @@ import json
 import logging
 import math
 import os
+import re
+import shutil
 import socket
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from agentrl.process_privacy import open_private
 logger = logging.getLogger("agentrl")
 
 _POINTER = "tinker.json"  # as agentrl_trainer.client.tinker has it, which would import torch
+_ATTEMPT_LOG = re.compile(r"[0-9a-f]{24}-\d+\.log|shared-\d+\.log")
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
@@ -145,6 +148,25 @@ class RunFolder:
 
     def write(self, path: Path, text: str) -> None:
         _replace(path, text)
+
+    def prune_adapters(self, keep: int, evaluated: Collection[int]) -> None:
+        """Delete versions that neither the ``keep`` newest nor anything else needs.
+
+        What was evaluated, what a checkpoint goes on from, and what holds a file ``keep`` stays.
+        """
+        steps = {int(path.name.rpartition("-")[2]) for path in self.checkpoints.glob("step-*")}
+        for adapter in self.adapters.glob("*"):
+            for path in sorted(adapter.glob("v*"))[:-keep]:
+                needed = int(path.name[1:]) in steps.union(evaluated)
+                if not needed and not (path / "keep").exists():
+                    shutil.rmtree(path, ignore_errors=True)
+
+    def prune_logs(self, keep: int) -> None:
+        """Delete the logs of attempts but the ``keep`` newest."""
+        logs = [file for file in os.scandir(self.logs) if _ATTEMPT_LOG.fullmatch(file.name)]
+        if len(logs) > keep:
+            for file in sorted(logs, key=lambda file: file.stat().st_mtime)[:-keep]:
+                os.unlink(file.path)
 
     def write_json(self, path: Path, value: Any) -> None:
         self.write(path, json.dumps(strict(value), indent=2, default=str, allow_nan=False) + "\n")

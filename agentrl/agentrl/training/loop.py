@@ -101,6 +101,7 @@ def train_step(run: TrainingRun, step: int) -> None:
     row |= seconds_row(timer)
     run.metrics_log.log(step, row)
     run.timer.add(timer)
+    run.session.tell_lost_spans(run.display.note)
     run.display.step(row, run.store.accounting(run.run_id))
 
 
@@ -176,6 +177,7 @@ def publish(run: TrainingRun, step: int) -> None:
         adapter = run.folder.adapter_version(name, step)
         run.folder.share_adapter(adapter, run.config.run.adapter_readers)
     run.load_published(step)
+    run.prune()
 
 
 class TrainingRun:
@@ -239,6 +241,15 @@ class TrainingRun:
         """Load the saved adapters into the sampler, which empties its prefix cache."""
         for name, path in self.saved.items():
             self.session.publish(name, step, path, step, self.display.note)
+
+    def prune(self) -> None:
+        """Delete old logs and, if the settings say so, old versions of the adapters."""
+        how = self.config.run
+        self.folder.prune_logs(how.keep_logs)
+        if how.keep_adapters is not None:
+            # Rollouts that run ahead, and the versions that vLLM loads again when it recovers.
+            keep = how.keep_adapters + self.config.rollouts.max_staleness
+            self.folder.prune_adapters(keep, self.metrics_log.held_out())
 
     # ---- across crashes
 
@@ -306,6 +317,7 @@ class TrainingRun:
             self.display.note(f"sampled by the model's own modules, not by the lean decoder: {why}")
 
     def finish(self, step: int) -> Summary:
+        self.session.tell_lost_spans(self.display.note, last=True)
         self.queue.close()
         self.session.pool.begin_stop()  # runners end while the learning curve is drawn
         with self.timer("picture"):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.runs.metric_names import DIFFERENCE
+from agentrl.runs.recorded import shown
 from agentrl.timing import PhaseTimer
 from agentrl.training.rollout_queue import StepRollouts, seconds_of_running
 from agentrl.training.session import RunError
@@ -148,6 +150,19 @@ def note_failed_rollouts(
     return problems
 
 
+def _first_error(
+    run: TrainingRun, rollouts: Sequence[Rollout], expected: Collection[AttemptState]
+) -> str:
+    """Return what the first failed attempt said, and where its log is; errors come first."""
+    attempts = run.store.attempts([rollout.id for rollout in rollouts])
+    for attempt in sorted(attempts, key=lambda one: one.state is not AttemptState.ERROR):
+        if attempt.state not in expected:
+            said = (attempt.error or str(attempt.state)).strip().splitlines()[-1][:200]
+            log = f" (its output: {shown(Path(attempt.log))})" if attempt.log else ""
+            return f", the first: {said}{log}"
+    return ""
+
+
 def report_step_failures(
     run: TrainingRun, rollouts: Sequence[Rollout], batch: StepBatch, outcomes: Outcomes
 ) -> None:
@@ -164,7 +179,8 @@ def report_step_failures(
     ]
     if failures:
         listed = ", ".join(f"{count} {name}" for name, count in sorted(failures.items()))
-        words.insert(0, f"{sum(failures.values())} attempts failed ({listed})")
+        first = _first_error(run, rollouts, expected)
+        words.insert(0, f"{sum(failures.values())} attempts failed ({listed}){first}")
     if words:
         note("; ".join(words))
     problems = note_failed_rollouts(rollouts, "rollouts", note)

@@ -101,6 +101,7 @@ class Session:
         self.gateway: GatewayHandle
         self.pool: SupervisedProcess | RayPool
         self._next_maintenance = 0.0
+        self._told_lost = False
         self._ended = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
@@ -130,6 +131,7 @@ class Session:
             self.gateway = GatewayHandle(self._plan, self.folder.logs / "gateway.log", listening)
         except OSError as error:
             raise RunError(f"gateway.host/gateway.port: cannot listen there: {error}") from error
+        self.store.announce_gateway(self.run_id, self.gateway.url_for_others)
         self.pool = self._start_runners()
         try:
             if self._training:
@@ -156,7 +158,7 @@ class Session:
             agent=config.agent.entrypoint, model=self._asks_for, logs=str(self.folder.logs),
             runners=how.runners, timeout_s=how.timeout, lease_s=how.lease,
             concurrency=how.concurrency, rollouts_per_process=how.rollouts_per_process,
-            python=config.agent.python,
+            log_bytes=how.log_mib << 20, python=config.agent.python,
             withheld=secret_variables(config),
         )  # fmt: skip
         if config.rollouts.runners_on != "ray":
@@ -306,6 +308,34 @@ class Session:
         while not wait([future], timeout=_MAINTAIN_S).done:
             self.maintain()
         return future.result()
+
+    def how_to_join(self) -> str | None:
+        """Return the command that adds runners; None where the gateway is not set up for any."""
+        own = self._training and self._training.gateway
+        if own is None or (own.port == 0 and own.host in ("127.0.0.1", "localhost", "::1")):
+            return None
+        recorded = as_recorded(self.config.model_dump(mode="json"))["run"]["store"]
+        store = recorded or self.folder.store
+        return f"agentrl runner --store {store} --gateway {self.gateway.url_for_others}"
+
+    def tell_lost_spans(self, note: Callable[[str], object], *, last: bool = False) -> None:
+        """Report once that the OTLP backend does not take what it is sent.
+
+        Args:
+            last: there will be no further look; what still waits counts, too.
+        """
+        target = self.config.gateway.forward_otlp
+        if target is None or self._told_lost:
+            return
+        stats = (self.gateway.health() or {}).get("forward_otlp") or {}
+        lost, sent = stats.get("lost", 0), stats.get("sent", 0)
+        waiting = stats.get("queued", 0) if last and not sent else 0
+        if lost or waiting:
+            self._told_lost = True
+            note(
+                f"gateway.forward_otlp: {target} has not taken {lost + waiting} spans ({sent} "
+                f"arrived); {self.gateway.log or 'the output above'} says why"
+            )
 
     def maintain(self) -> None:
         """End leases that ran out. Cheap: call it while waiting."""

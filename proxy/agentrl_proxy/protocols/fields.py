@@ -59,11 +59,23 @@ class Value:
 
 
 class Array:
-    """A list of one field type. Providers judge its maximum length themselves."""
+    """A list of one field type.
+
+    Args:
+        everywhere: whether the maximum holds for requests to providers, too. Other lengths they
+            judge themselves.
+    """
 
     def __init__(
-        self, items: Field, *, minimum: int = 0, maximum: int | None = None, **more: Any
+        self,
+        items: Field,
+        *,
+        minimum: int = 0,
+        maximum: int | None = None,
+        everywhere: bool = False,
+        **more: Any,
     ) -> None:
+        self._everywhere = everywhere
         self._items, self._minimum, self._maximum = items, minimum, maximum
         length = "" if maximum is None else f" of up to {maximum}"
         self._allowed = f"a {'non-empty ' if minimum else ''}list{length}"
@@ -74,7 +86,8 @@ class Array:
     def check(self, value: Any, ours: bool) -> None:
         if not isinstance(value, list) or len(value) < self._minimum:
             raise WrongValue(value, self._allowed)
-        if ours and self._maximum is not None and len(value) > self._maximum:
+        judged = ours or self._everywhere
+        if judged and self._maximum is not None and len(value) > self._maximum:
             raise WrongValue(value, self._allowed)
         i = 0
         try:

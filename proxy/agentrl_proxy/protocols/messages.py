@@ -15,8 +15,10 @@ import orjson
 from agentrl_proxy.errors import ApiError, Names, invalid
 from agentrl_proxy.protocols import conversion, translation
 from agentrl_proxy.protocols.chat import (
+    MAX_MESSAGES,
     MAX_STOPS,
     MAX_TOKENS,
+    MAX_TOOLS,
     SAMPLING,
     TEMPLATE,
     THINKING,
@@ -82,9 +84,15 @@ _FORMAT = Tagged({"json_schema": Object(["schema"], schema=JSON_SCHEMA)})
 COUNT = Object(
     ["model", "messages"],
     model=NAME,
-    messages=Array(_MESSAGE, minimum=1, description="the last message is the user's"),
+    messages=Array(
+        _MESSAGE,
+        minimum=1,
+        maximum=MAX_MESSAGES,
+        everywhere=True,
+        description="the last message is the user's",
+    ),
     system=text_or(_TEXT_BLOCK),
-    tools=Array(_TOOL),
+    tools=Array(_TOOL, maximum=MAX_TOOLS, everywhere=True),
     tool_choice=Tagged(
         dict.fromkeys(("auto", "any", "none"), Object([], disable_parallel_tool_use=BOOLEAN))
         | {"tool": Object(["name"], name=TEXT, disable_parallel_tool_use=BOOLEAN)}

@@ -14,7 +14,9 @@ from agentrl_proxy.errors import ApiError, Names, invalid
 from agentrl_proxy.protocols import conversion, translation
 from agentrl_proxy.protocols.chat import (
     FUNCTION,
+    MAX_MESSAGES,
     MAX_TOKENS,
+    MAX_TOOLS,
     MAX_TOP_LOGPROBS,
     SAMPLING,
     SCHEMA_FORMAT,
@@ -82,17 +84,20 @@ _ITEM = Tagged(
 _NO_BUILT_IN = ("unsupported_tool", "this model has no built-in tools")
 _FORMATS = dict.fromkeys(("text", "json_object"), Object([])) | {"json_schema": SCHEMA_FORMAT}
 _NAMED = Object(["name"], name=TEXT)
+_ITEMS_SENT = Array(_ITEM, minimum=1, maximum=MAX_MESSAGES, everywhere=True)
 RESPONSES = Object(
     ["model", "input"],
     model=NAME,
-    input=Either("a non-empty string or list of items", str=NONEMPTY, list=Array(_ITEM, minimum=1)),
+    input=Either("a non-empty string or list of items", str=NONEMPTY, list=_ITEMS_SENT),
     instructions=TEXT,
     previous_response_id=NAME,
     max_output_tokens=MAX_TOKENS,
     max_tool_calls=replace(integer(0), for_provider=None),
     store=BOOLEAN,
     truncation=one_of("auto", "disabled"),
-    tools=Array(Tagged({"function": FUNCTION}, refusal=_NO_BUILT_IN)),
+    tools=Array(
+        Tagged({"function": FUNCTION}, refusal=_NO_BUILT_IN), maximum=MAX_TOOLS, everywhere=True
+    ),
     tool_choice=tool_choice(_NAMED, allowed_tools(_NAMED)),
     text=Object([], format=Tagged(_FORMATS)),
     include=Array(replace(ANYTHING, schema={"enum": [_WITH_LOGPROBS]})),

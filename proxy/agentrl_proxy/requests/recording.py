@@ -17,7 +17,7 @@ from urllib.parse import unquote
 
 from agentrl_proxy.requests.auth import caller_digest
 from agentrl_proxy.sampler import FinishEvent, TokenEvent
-from agentrl_tracer.conventions import AGENT_HEADER
+from agentrl_tracer.conventions import AGENT_HEADER, REQUEST_HEADER
 from agentrl_tracer.schemas import AttemptState, Call, CallState, SkipReason
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 RESPONSE_PREFIX = "resp_"
 CALLER = "caller"  # in ``Call.params``: whose response it is, outside rollouts
+_MAX_REQUEST_ID = 64
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}")
 
 
@@ -77,6 +78,8 @@ def open_calls(
         params = {**params, "idempotency_key": key}
     if attempt is None and client.dialect.id_prefix == RESPONSE_PREFIX:
         params = {**params, CALLER: caller_digest(headers)}  # see stored_responses.py
+    if (known_as := request_id(headers)) is not None:
+        params = {**params, "request_id": known_as}
     first = Call(
         id=f"{response_id}#{part.first_choice}" if part.first_choice else response_id,
         response_id=response_id,
@@ -154,6 +157,11 @@ def agent_name(headers: Mapping[str, str]) -> str | None:
     """Return the agent (role) that the request names as its sender."""
     name = headers.get(AGENT_HEADER)
     return None if name is None else unquote(name).replace("\0", "\ufffd")
+
+
+def request_id(headers: Mapping[str, str]) -> str | None:
+    """Return the id by which the tracer in the agent's process knows the request."""
+    return headers.get(REQUEST_HEADER, "")[:_MAX_REQUEST_ID] or None
 
 
 def is_retry(headers: Mapping[str, str]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from starlette.responses import Response
@@ -16,7 +16,7 @@ from agentrl_proxy.protocols.fields import check_marks, read_object, shown
 from agentrl_proxy.requests.recording import trace_context
 from agentrl_proxy.server.large_requests import LargeRequests, is_large
 from agentrl_proxy.server.sse import json_response
-from agentrl_tracer.conventions import REWARD_NAME
+from agentrl_tracer.conventions import REQUEST_ID, REWARD_NAME, UNDELIVERED_SPAN
 from agentrl_tracer.schemas import (
     REWARD_RANGE,
     AttemptRef,
@@ -32,6 +32,8 @@ log = logging.getLogger("agentrl.proxy")
 _MAX_SPANS = 10_000  # in one export; OpenTelemetry's batches have 512
 _MAX_REWARDS = 1_000
 
+GivenUp = Callable[[AttemptRef, Sequence[str]], Awaitable[None]]
+
 
 async def traces(
     writer: TraceSink,
@@ -39,8 +41,13 @@ async def traces(
     attempt: AttemptRef | None,
     body: bytes,
     headers: Mapping[str, str],
+    note_given_up: GivenUp,
 ) -> Response:
-    """Store an OTLP/HTTP export. Reward spans become rewards of the caller's attempt."""
+    """Store an OTLP/HTTP export. Reward spans become rewards of the caller's attempt.
+
+    Args:
+        note_given_up: takes the ids of requests that the agent's process has given up.
+    """
     from agentrl_tracer.otlp_codec import parse_traces, rewards_in
 
     content_type = headers.get("content-type", "")
@@ -62,6 +69,11 @@ async def traces(
         raise invalid(None, str(error), code="invalid_otlp") from None
     if spans:
         await _deliver(writer, attempt, spans, rewards)
+    given_up = [
+        str(span.attributes.get(REQUEST_ID)) for span in spans if span.name == UNDELIVERED_SPAN
+    ]
+    if attempt is not None and given_up:
+        await note_given_up(attempt, given_up)
     if kind == "application/json":
         return json_response({})
     return Response(b"", media_type="application/x-protobuf")  # an empty ExportTraceServiceResponse

@@ -9,6 +9,7 @@ from rich.console import Console
 from store_records import record_spans
 
 from agentrl.console.trace_tree import rollout_tree
+from agentrl_tracer.conventions import NOTE_DATA, NOTE_NAME, NOTE_SPAN
 from agentrl_tracer.schemas import (
     AttemptState,
     Call,
@@ -47,6 +48,7 @@ def test_everything_recorded_has_a_place(tmp_path: Path) -> None:
             span("root-span", "s1", None),
             span("lost-parent", "s2", "nowhere"),
             span("chat-span", "s3", "s1", **{"gen_ai.response.id": "c2"}),
+            span(NOTE_SPAN, "s4", "s1", **{NOTE_NAME: "verdict", NOTE_DATA: '{"ok": true}'}),
         ],
         [Reward(second.attempt_id, rollout_id, "turn", 0.25, key="k", span_id="s3")],
     )
@@ -68,6 +70,8 @@ def test_everything_recorded_has_a_place(tmp_path: Path) -> None:
     shown = console.export_text()
     lines = {line.strip("│ ├└─"): len(line) - len(line.lstrip("│ ├└─")) for line in
              shown.splitlines()}  # fmt: skip
+
+    assert 'note verdict  {"ok": true}' in shown
 
     def depth(start: str) -> int:
         [found] = [at for line, at in lines.items() if line.startswith(start)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -91,3 +92,25 @@ def test_an_adapter_on_tinker_is_fetched_first(tmp_path: Path) -> None:
     settings = EvalConfig(**nested(agent="a:b", **{"evaluation.tasks": "t"}))
     with pytest.raises(ConfigError, match=r"is on Tinker; .*: tinker checkpoint"):
         adapter_folders(settings, f"{folder.root}@2")
+
+
+def test_pruning_leaves_what_is_new_evaluated_checkpointed_or_marked(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    for step in range(20):
+        folder.adapter_version("policy", step).mkdir(parents=True)
+    (folder.checkpoints / "step-00000012").mkdir(parents=True)
+    (folder.adapter_version("policy", 3) / "keep").touch()
+    folder.prune_adapters(4, {0, 5})
+    kept = [int(path.name[1:]) for path in sorted((folder.adapters / "policy").iterdir())]
+    assert kept == [0, 3, 5, 12, 16, 17, 18, 19]
+    folder.logs.mkdir()
+    names = [f"{number:024x}-1.log" for number in range(6)]
+    for age, name in enumerate(["gateway.log", "runners.log", *names]):
+        (folder.logs / name).touch()
+        os.utime(folder.logs / name, (age, age))
+    folder.prune_logs(2)
+    assert {path.name for path in folder.logs.iterdir()} == {
+        "gateway.log",
+        "runners.log",
+        *names[-2:],
+    }

@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -179,6 +180,9 @@ def test_policies_are_counted_and_shown(tmp_path: Path) -> None:
     assert row["attempts/no_reward"] == row["reward/missing"] == 4
     assert row["rollouts/failed"] == 0
     assert "got their reward from on_error" in run.output
+    # On one line: what the first of them said, and where the rest is.
+    [said] = [line for line in run.output.splitlines() if "attempts failed (" in line]
+    assert re.search(r", the first: \w*Error: .* \(its output: .*/logs/.*\.log\)", said), said
     run.accounting()
     shown = subprocess.run(
         [sys.executable, "-m", "agentrl", "runs", "show", str(run.folder.root)],

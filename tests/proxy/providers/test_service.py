@@ -30,6 +30,7 @@ from scripted_sampler import OPERATOR_KEY, Running
 
 from agentrl_proxy.dependencies import ProviderModel
 from agentrl_proxy.protocols import translation
+from agentrl_proxy.protocols.chat import MAX_MESSAGES, MAX_TOOLS
 from agentrl_proxy.rendering.renderer import Renderer
 from agentrl_tracer.schemas import CallState, SkipReason
 
@@ -37,6 +38,21 @@ from agentrl_tracer.schemas import CallState, SkipReason
 def test_litellm_is_imported_before_the_gateway_serves(gateway: Running) -> None:
     assert gateway.app.state.gateway.providers._router.done()
     assert translation.translators.cache_info().currsize == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("chat/completions", {"messages": USER * (MAX_MESSAGES + 1)}),
+        ("responses", {"input": USER * (MAX_MESSAGES + 1)}),
+        ("messages", {"messages": USER * (MAX_MESSAGES + 1), "max_tokens": 4}),
+        ("chat/completions", {"messages": USER, "tools": TOOLS * (MAX_TOOLS + 1)}),
+    ],
+)
+def test_what_litellm_takes_long_for_is_bounded(gateway: Running, path: str, body: Any) -> None:
+    said = post_to(gateway, path, **body)
+    assert said.status_code == 400
+    assert "list of up to" in said.text
 
 
 @pytest.mark.parametrize("stream", [False, True])

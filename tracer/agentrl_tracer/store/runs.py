@@ -42,6 +42,13 @@ class RunStore(VerdictStore):
         )
         self.db.execute(change.values(policies=asdict(policies)))
 
+    def announce_gateway(self, run_id: str, url: str) -> None:
+        """Keep the address of a run's gateway in its settings, as ``gateway.url``."""
+        [run] = [run for run in self.runs() if run["id"] == run_id]
+        gateway = {**(run["config"].get("gateway") or {}), "url": url}
+        change = t.runs.update().where(t.runs.c.id == run_id)
+        self.db.execute(change.values(config=run["config"] | {"gateway": gateway}))
+
     def beat(self, run_id: str) -> None:
         """Note that the process of a run is alive."""
         change = t.runs.update().where(t.runs.c.id == run_id)
