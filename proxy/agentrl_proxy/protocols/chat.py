@@ -14,7 +14,7 @@ Knows OpenAI's field names, their types and ranges. Does not know templates or t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 

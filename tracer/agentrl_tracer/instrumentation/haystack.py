@@ -27,7 +27,7 @@ def trace_haystack(parent: Callable[[], otel.Context | None]) -> None:
     Args:
         parent: returns the context in which new spans start.
     """
-    from haystack import tracing  # pyright: ignore[reportMissingImports]
+    from haystack import tracing  # pyright: ignore
 
     class OneSpan(tracing.Span):
         def set_tag(self, key: str, value: Any) -> None:
