@@ -27,6 +27,12 @@ _Handler = Callable[[Request], Awaitable[Response]]
 _Routes = dict[str, tuple[str, Callable[[Handlers, Request], Awaitable[Response]]]]
 
 _SWEEP_S = 2.0
+_HINTS = {  # what to do instead, by a part of the path
+    "/v1/conversations": "continue with previous_response_id, or send the whole conversation as "
+    "`input` with store: false",
+    "/v1/responses/": "a response is part of the run's record; send store: false to keep one from "
+    "being found by its id",
+}
 # The method and handler of each path.
 _MODEL_ROUTES: _Routes = {
     "/v1/models": ("GET", Handlers.models),
@@ -34,6 +40,9 @@ _MODEL_ROUTES: _Routes = {
     "/v1/chat/completions": ("POST", Handlers.chat_completions),
     "/v1/completions": ("POST", Handlers.completions),
     "/v1/responses": ("POST", Handlers.responses),
+    "/v1/responses/{response_id}": ("GET", Handlers.response),
+    "/v1/responses/{response_id}/input_items": ("GET", Handlers.response_input),
+    "/v1/embeddings": ("POST", Handlers.embeddings),
     "/v1/messages": ("POST", Handlers.messages),
     "/v1/messages/count_tokens": ("POST", Handlers.count_tokens),
     "/v1/traces": ("POST", Handlers.traces),
@@ -120,6 +129,8 @@ async def _refusal(request: Request, error: Exception) -> Response:
             405: (f"{request.method} is not allowed here", "method_not_allowed"),
         }
         message, code = texts.get(error.status_code, (str(error.detail), "http_error"))
+        hints = (hint for part, hint in _HINTS.items() if part in request.scope["path"])
+        message = ": ".join([message, *hints])
         headers = dict(error.headers) if error.headers else None
         error = ApiError(error.status_code, message, code=code, headers=headers)
     elif not isinstance(error, ApiError):

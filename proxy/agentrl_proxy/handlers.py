@@ -22,16 +22,20 @@ from agentrl_proxy.dependencies import GatewayDependencies, GatewayStats, Provid
 from agentrl_proxy.errors import (
     ApiError,
     body_too_large,
+    invalid,
     model_not_found,
     refused_by_sampler,
     unavailable,
 )
 from agentrl_proxy.generation.service import ChatService
 from agentrl_proxy.protocols import openapi, translation
+from agentrl_proxy.protocols.chat import ChatRequest
+from agentrl_proxy.protocols.embeddings import EMBEDDINGS, no_embeddings
 from agentrl_proxy.protocols.fields import check_body, read_object
 from agentrl_proxy.protocols.messages import messages_as_chat
 from agentrl_proxy.protocols.models import ADAPTER, model_card, model_list
 from agentrl_proxy.protocols.responses import responses_as_chat
+from agentrl_proxy.providers.embeddings import EmbeddingService, embedding_request
 from agentrl_proxy.providers.requests import (
     Parts,
     Reader,
@@ -45,13 +49,19 @@ from agentrl_proxy.requests.auth import Credentials, ask
 from agentrl_proxy.requests.lifecycle import ClientRequest
 from agentrl_proxy.requests.rate_limits import Admission
 from agentrl_proxy.requests.recording import agent_name
+from agentrl_proxy.requests.stored_responses import (
+    StoredResponses,
+    input_items,
+    listed,
+    response_of,
+)
 from agentrl_proxy.sampler import RefusedError
 from agentrl_proxy.server.large_requests import LargeRequests, is_large
 from agentrl_proxy.server.request_body import BodyReader
 from agentrl_proxy.server.sse import WorkResponse, json_response
 from agentrl_proxy.telemetry import otlp_ingest
 from agentrl_proxy.telemetry.otlp_export import ExportingSink
-from agentrl_tracer.schemas import AttemptRef, AttemptState
+from agentrl_tracer.schemas import AttemptRef, AttemptState, Call
 
 log = logging.getLogger("agentrl.proxy")
 
@@ -130,10 +140,39 @@ class Handlers:
         return await self._answer(request, partial(completion_parts, self.deps))
 
     async def responses(self, request: Request) -> Response:
-        return await self._answer(request, partial(translated_parts, responses_as_chat))
+        read = partial(translated_parts, responses_as_chat)
+        return await self._answer(request, read, may_refer=True)
+
+    async def response(self, request: Request) -> Response:
+        """Return a stored response, from its record."""
+        if request.query_params.get("stream") == "true":
+            raise invalid("stream", "a stored response is not streamed; leave stream out")
+        return json_response(response_of(await self._stored(request)))
+
+    async def response_input(self, request: Request) -> Response:
+        return json_response(listed(input_items(await self._stored(request))))
+
+    async def _stored(self, request: Request) -> Call:
+        headers, params = request.headers, request.path_params
+        attempt = await self.credentials.caller(headers, params.get("rollout_id"))
+        known = StoredResponses(self.deps.store, attempt, headers)
+        return await known.get(params["response_id"])
 
     async def messages(self, request: Request) -> Response:
         return await self._answer(request, partial(translated_parts, messages_as_chat))
+
+    async def embeddings(self, request: Request) -> Response:
+        """Answer with a provider's model; ours makes no embeddings."""
+        attempt, headers, body = await self._received(request)
+        raw = await self.large.run(is_large(body), read_object, body)
+        check_body(EMBEDDINGS, raw)
+        if self.providers.model_of(raw) is None:
+            raise no_embeddings(raw["model"])
+        memory = None if attempt is None else self.attempts.of(attempt)
+        service, parts = EmbeddingService(self.providers), [embedding_request(raw)]
+        large = is_large(body)
+        work = ClientRequest(self.admission, service, parts, 0, raw, body, headers, memory, large)
+        return WorkResponse(work, stream=False)
 
     async def count_tokens(self, request: Request) -> Response:
         """Count the prompt tokens of a Messages request. Nothing is sampled."""
@@ -148,10 +187,15 @@ class Handlers:
         prompt = await self.large.run(is_large(body), render, asked, memory, adapter)
         return json_response({"input_tokens": len(prompt.ids)})
 
-    async def _answer(self, request: Request, read: Reader) -> Response:
-        """Answer with our own model or the provider's that the request names."""
+    async def _answer(self, request: Request, read: Reader, *, may_refer: bool = False) -> Response:
+        """Answer with our own model or the provider's that the request names.
+
+        Args:
+            may_refer: whether the request may name earlier responses by their ids.
+        """
         attempt, headers, body = await self._received(request)
-        raw, provider, parts = await self._read(body, read)
+        known = StoredResponses(self.deps.store, attempt, headers) if may_refer else None
+        raw, provider, parts = await self._read(body, read, known)
         work = ClientRequest(
             self.admission,
             self.chat if provider is None else self.providers,
@@ -166,17 +210,25 @@ class Handlers:
         return WorkResponse(work, stream=bool(raw.get("stream")))
 
     async def _read(
-        self, body: bytes, read: Reader
+        self, body: bytes, read: Reader, known: StoredResponses | None = None
     ) -> tuple[dict[str, Any], ProviderModel | None, Parts]:
-        """Check a body. Return it parsed, the provider's model that it names, and its parts."""
-        large = is_large(body)
+        """Check a body. Return it parsed, the provider's model that it names, and its parts.
+
+        Args:
+            known: the responses that it may name.
+        """
+        earlier, large = None, is_large(body)
         raw = await self.large.run(large, read_object, body)
         provider = self.providers.model_of(raw)
         if provider is not None:
             await translation.load()
         elif len(body) > MAX_OWN_BYTES:
             raise body_too_large(MAX_OWN_BYTES)
+        if known is not None:
+            raw, earlier = await known.resolved(raw)
         parts = await self.large.run(large, read, raw, provider)
+        if isinstance(parts[0], ChatRequest):
+            parts[0].earlier = earlier
         choices = len(parts) * parts[0].n
         if choices > 1 and len(body) * choices > _MAX_RECORDED_BYTES:
             message = (

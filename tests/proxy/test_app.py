@@ -68,7 +68,7 @@ def test_harmless_fields_are_accepted(gateway: Running) -> None:
         "user": "u",
         "store": False,
         "parallel_tool_calls": True,
-        "frequency_penalty": 0.5,
+        "frequency_penalty": 0,
         "tools": TOOLS,
         "tool_choice": {"type": "function", "function": {"name": "search"}},
         "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}},

@@ -6,6 +6,7 @@ steps is in requests/lifecycle.py.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,10 +21,12 @@ from agentrl_proxy.errors import (
     model_not_found,
     unavailable,
 )
+from agentrl_proxy.generation.recall import recall_reply
 from agentrl_proxy.generation.response import Choice, SampledCall, generate_response
 from agentrl_proxy.protocols.chat import ChatRequest, sampling_value
 from agentrl_proxy.rendering.continuity import (
     ConversationKey,
+    Conversations,
     Prompt,
     remember_reply,
     render_prompt,
@@ -167,10 +170,16 @@ class ChatService:
             longest: context lengths, above which the prompt need not be tokenized.
         """
         limit = self.deps.context_length and longest * self.deps.context_length
-        conversations = None if memory is None else memory.conversations
-        return render_prompt(
-            self._renderer(request), conversations, request.messages, request.tools, adapter, limit
-        )
+        known = None if memory is None else memory.conversations
+        asked = (request.messages, request.tools, adapter, limit)
+        prompt = render_prompt(self._renderer(request), known, *asked)
+        if prompt.branched is not None and request.earlier is not None:
+            # Outside rollouts, or an earlier process answered it.
+            known = Conversations() if known is None else known
+            with contextlib.suppress(ApiError):  # what was valid then may be refused now
+                recall_reply(self.deps.renderer, known, request.earlier)
+            prompt = render_prompt(self._renderer(request), known, *asked)
+        return prompt
 
     def _renderer(self, request: ChatRequest) -> Renderer:
         """Return the renderer with the switches of the request, else of the settings."""

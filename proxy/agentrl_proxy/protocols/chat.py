@@ -44,9 +44,14 @@ from agentrl_proxy.protocols.fields import (
     shown,
     text_or,
 )
-from agentrl_proxy.protocols.unsupported import OURS_ALONE, refuse_unsupported
-from agentrl_proxy.protocols.vendor_fields import allowed_only, asked_thinking, guided_format
-from agentrl_tracer.schemas import GREEDY_BELOW
+from agentrl_proxy.protocols.vendor_fields import (
+    OURS_ALONE,
+    allowed_only,
+    asked_thinking,
+    guided_format,
+    refuse_unsupported,
+)
+from agentrl_tracer.schemas import GREEDY_BELOW, Call
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_CHOICES = 128
@@ -265,6 +270,8 @@ class ChatRequest:
     prompt_ids: list[int] | None = None
     """One prompt of a text completion: tokens to continue, in place of messages."""
     first_choice: int = 0  # index in the response of this prompt's first choice
+    earlier: Call | None = None
+    """A call that the request names as its past, by an id of the Responses API."""
     scored: bool = False  # the answer has the log-probs of the prompt's tokens, too
 
 

@@ -37,7 +37,7 @@ from agentrl_proxy.protocols.fields import (
     integer,
     is_integer,
 )
-from agentrl_proxy.protocols.unsupported import refuse_unsupported
+from agentrl_proxy.protocols.vendor_fields import refuse_unsupported
 from agentrl_proxy.rendering.renderer import Renderer
 
 CHAT_ONLY = {

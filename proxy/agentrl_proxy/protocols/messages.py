@@ -37,7 +37,7 @@ from agentrl_proxy.protocols.fields import (
     check_body,
     text_or,
 )
-from agentrl_proxy.protocols.unsupported import refuse_unsupported
+from agentrl_proxy.protocols.vendor_fields import refuse_unsupported
 
 # --- requests
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from agentrl_proxy.protocols.chat import CHAT, MESSAGE
 from agentrl_proxy.protocols.completions import COMPLETION
+from agentrl_proxy.protocols.embeddings import EMBEDDINGS
 from agentrl_proxy.protocols.fields import ANYTHING, TEXT, Object, Schema
 from agentrl_proxy.protocols.messages import COUNT, MESSAGES
 from agentrl_proxy.protocols.models import ADAPTER
@@ -39,6 +40,9 @@ SCHEMAS: dict[str, Schema] = {
     "Completion": _answer(id=_TEXT, choices=_LIST),
     "ResponsesRequest": {**RESPONSES.schema, "description": f"{_OPENAI}/responses"},
     "Response": _answer(id=_TEXT, output=_LIST),
+    "EmbeddingsRequest": EMBEDDINGS.schema,
+    "Embeddings": _answer(data=_LIST),
+    "Items": _answer(data=_LIST),
     "MessagesRequest": {**MESSAGES.schema, "description": f"{_ANTHROPIC}/messages"},
     "CountTokensRequest": {**COUNT.schema, "description": f"{_ANTHROPIC}/messages-count-tokens"},
     "Message": _answer(id=_TEXT, content=_LIST),
@@ -64,6 +68,9 @@ _OPERATIONS: tuple[tuple[str, str, str | None, str], ...] = (
     ("/v1/chat/completions", "Complete a chat", "ChatCompletionRequest", "ChatCompletion"),
     ("/v1/completions", "Complete a text", "CompletionRequest", "Completion"),
     ("/v1/responses", "Respond", "ResponsesRequest", "Response"),
+    ("/v1/responses/{response_id}", "Return a response", None, "Response"),
+    ("/v1/responses/{response_id}/input_items", "List its input", None, "Items"),
+    ("/v1/embeddings", "Embed texts", "EmbeddingsRequest", "Embeddings"),
     ("/v1/messages", "Answer", "MessagesRequest", "Message"),
     ("/v1/messages/count_tokens", "Count tokens", "CountTokensRequest", "TokenCount"),
     ("/v1/traces", "Export spans", "Spans", "Spans"),

@@ -1,8 +1,8 @@
 """Read requests of OpenAI's Responses API, and write its answers and events.
 
 A request becomes one of chat completions: conversion.py, or translation.py for a provider's model.
-Nothing is stored between requests: a client sends the whole conversation each time. Does not know
-tokens.
+What it refers to by id has been put in its place before (requests/stored_responses.py). Does not
+know tokens.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from agentrl_proxy.protocols.fields import (
     one_of,
     text_or,
 )
-from agentrl_proxy.protocols.unsupported import refuse_unsupported
+from agentrl_proxy.protocols.vendor_fields import refuse_unsupported
 
 # --- requests
 
 _UNSUPPORTED = {
-    "previous_response_id": "send the whole conversation as `input`; nothing is stored here",
-    "conversation": "send the whole conversation as `input`; nothing is stored here",
+    "conversation": "continue with `previous_response_id`, or send the whole conversation as "
+    "`input` with store: false",
     "prompt": "stored prompts are OpenAI's; send `instructions` and `input`",
     "background": "send it with background: false",
     "response_format": "send `text.format`",
@@ -90,6 +90,7 @@ RESPONSES = Object(
     model=NAME,
     input=Either("a non-empty string or list of items", str=NONEMPTY, list=_ITEMS_SENT),
     instructions=TEXT,
+    previous_response_id=NAME,
     max_output_tokens=MAX_TOKENS,
     max_tool_calls=replace(integer(0), for_provider=None),
     store=BOOLEAN,
@@ -169,7 +170,9 @@ _REPEATED: dict[str, Any] = {
     "max_tool_calls": None,  # of built-in tools: there are none, so any limit holds
     "metadata": {},
     "parallel_tool_calls": True,
+    "previous_response_id": None,
     "reasoning": {"effort": None, "summary": None},
+    "store": True,
     "temperature": 1.0,
     "text": {"format": {"type": "text"}},
     "tool_choice": "auto",
@@ -210,8 +213,7 @@ class ResponsesDialect(BlockEvents):
             name: default if request.get(name) is None else request[name]
             for name, default in _REPEATED.items()
         }
-        # Whatever the request asks for: nothing is stored, and a prompt too long is refused.
-        self._repeated |= {"previous_response_id": None, "store": False, "truncation": "disabled"}
+        self._repeated["truncation"] = "disabled"  # a prompt too long is refused
         self._sequence = 0
         self._item: dict[str, Any] = {}  # the open item
         self._said: dict[str, Any] = {}  # its part; a tool call has none, and is itself extended
@@ -244,9 +246,13 @@ class ResponsesDialect(BlockEvents):
 
     def failed(self, error: ApiError) -> bytes:
         assert self._heading is not None  # a stream that has not begun is refused, not failed
-        response = self._response(self._heading, "failed", [], {})
-        response["error"] = {"code": "server_error", "message": error.message}
+        response = self.unanswered(self._heading, "failed", error.message)
         return self._event("response.failed", response=response)
+
+    def unanswered(self, heading: Heading, status: str, error: str | None) -> dict[str, Any]:
+        response = self._response(heading, status, [], {})
+        response["error"] = error and {"code": "server_error", "message": error}
+        return response
 
     # --- events
 

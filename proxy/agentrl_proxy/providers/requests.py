@@ -31,7 +31,7 @@ from agentrl_proxy.protocols.completions import (
     completion_requests,
 )
 from agentrl_proxy.protocols.fields import check_body
-from agentrl_proxy.protocols.unsupported import refuse_unsupported
+from agentrl_proxy.protocols.vendor_fields import refuse_unsupported
 from agentrl_proxy.providers.service import ProviderRequest
 
 Parts = list[ChatRequest] | list[ProviderRequest]

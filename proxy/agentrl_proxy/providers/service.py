@@ -146,14 +146,7 @@ class ProviderService:
                 said, choices = call.streamed.said, call.streamed.choices
             response = _chat_completion(answer, call, said, choices)
         except Exception as error:
-            refusal, status = api_error(
-                error, request.name, sent=call.sent, clean=self._redaction.clean
-            )
-            if status is not None:
-                call.params["provider_status"] = status
-            log.warning("%s: %s", call.client.heading.id, refusal.message)
-            call.error = refusal.message
-            raise refusal from None  # the cause would quote the provider to the log
+            raise self._failed(call, error) from None  # the cause would quote the provider
         memory = call.client.memory
         if memory is not None and memory.spent is not None:
             memory.spent.tokens += response["usage"].get("total_tokens", 0)
@@ -190,6 +183,33 @@ class ProviderService:
                 )
             )
         return await latest_state([self.deps.writer.finish(row) for row in rows])
+
+    def _failed(self, call: ProviderCall, error: Exception) -> ApiError:
+        """Record why a call failed, and return the client's error."""
+        refusal, status = api_error(
+            error, call.request.name, sent=call.sent, clean=self._redaction.clean
+        )
+        if status is not None:
+            call.params["provider_status"] = status
+        log.warning("%s: %s", call.client.heading.id, refusal.message)
+        call.error = refusal.message
+        return refusal
+
+    async def embed(self, call: ProviderCall) -> tuple[dict[str, Any], float | None]:
+        """Return a provider's embeddings, and what they cost.
+
+        Raises:
+            ApiError: the provider refused or failed; ``call.error`` says how.
+        """
+        router = await self._ready_router()
+        try:
+            answer = await router.aembedding(
+                model=call.request.name, logger_fn=call.log_event, **call.fields
+            )
+        except Exception as error:
+            raise self._failed(call, error) from None  # the cause would quote the provider
+        hidden: dict[str, Any] = getattr(answer, "_hidden_params", None) or {}
+        return answer.model_dump(exclude_none=True), hidden.get("response_cost")
 
     async def count(self, request: ProviderRequest) -> int:
         """Estimate the tokens of a prompt with LiteLLM's counter. The provider is not asked.

@@ -165,10 +165,7 @@ def render_prompt(
     normal = renderer.normalize(messages)
     text = renderer.text(normal, tools)
     opened = text.endswith(renderer.generation_prompt)
-    switches = _digest(renderer.template_kwargs) if renderer.template_kwargs else b""
-    keys = [ConversationKey(b"", b"" if tools is None else _digest(tools), adapter, switches)]
-    for message in normal:  # keys[i] covers the first i messages
-        keys.append(keys[-1].then(message))
+    keys = _keys(renderer, normal, tools, adapter)
 
     # Look for the longest remembered beginning. It ends with an assistant's reply.
     ends = [i for i in range(len(normal), 0, -1) if normal[i - 1]["role"] == "assistant"]
@@ -192,6 +189,34 @@ def render_prompt(
     if ids is None:
         ids = renderer.encode(text, limit)
     return Prompt(ids, text, normal, keys[-1], continues, branched, opened)
+
+
+def prompt_of(
+    renderer: Renderer,
+    ids: list[int],
+    messages: Sequence[Message],
+    tools: list[dict[str, Any]] | None,
+    adapter: str | None,
+) -> Prompt:
+    """Return the prompt of wire messages that an earlier process made, as these tokens."""
+    normal = renderer.normalize(messages)
+    text, keys = renderer.text(normal, tools), _keys(renderer, normal, tools, adapter)
+    opened = text.endswith(renderer.generation_prompt)
+    return Prompt(ids, text, normal, keys[-1], continues=None, opened=opened)
+
+
+def _keys(
+    renderer: Renderer,
+    messages: list[Message],
+    tools: list[dict[str, Any]] | None,
+    adapter: str | None,
+) -> list[ConversationKey]:
+    """Return the keys of all beginnings: the i-th covers the first i messages."""
+    switches = _digest(renderer.template_kwargs) if renderer.template_kwargs else b""
+    keys = [ConversationKey(b"", b"" if tools is None else _digest(tools), adapter, switches)]
+    for message in messages:
+        keys.append(keys[-1].then(message))
+    return keys
 
 
 def remember_reply(

@@ -143,6 +143,12 @@ class Credentials:
         return forbidden(f"the request names two rollouts: {why}", "rollout_mismatch")
 
 
+def caller_digest(headers: Mapping[str, str]) -> str | None:
+    """Return what tells the keys of clients outside rollouts apart; None: no key was sent."""
+    key = _key_in(headers)
+    return None if key is None else _digest(key).hex()
+
+
 def _key_in(headers: Mapping[str, str]) -> str | None:
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and bearer.strip():

@@ -111,7 +111,9 @@ def _answer(request: ClientRequest, past: Sequence[PastCall]) -> Completion | No
 def _is_answered(request: ClientRequest, calls: Sequence[Call]) -> bool:
     """Whether the rows of a request are all of its answer. A provider may give fewer choices than
     requested; our own sampler (it alone reports prompt tokens) gives all of them."""
-    prompts = {call.choice // request.parts[0].n for call in calls if _is_whole(call)}
+    prompts = {
+        call.choice // request.parts[0].n for call in calls if _is_whole(call) and call.response
+    }
     return len(prompts) == len(request.parts) and all(
         _is_whole(call) or (not call.prompt_ids and call.ended_at is not None) for call in calls
     )

@@ -15,6 +15,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
+from agentrl_proxy.requests.auth import caller_digest
 from agentrl_proxy.sampler import FinishEvent, TokenEvent
 from agentrl_tracer.conventions import AGENT_HEADER, REQUEST_HEADER
 from agentrl_tracer.schemas import AttemptState, Call, CallState, SkipReason
@@ -22,6 +23,8 @@ from agentrl_tracer.schemas import AttemptState, Call, CallState, SkipReason
 if TYPE_CHECKING:
     from agentrl_proxy.requests.lifecycle import ClientRequest
 
+RESPONSE_PREFIX = "resp_"
+CALLER = "caller"  # in ``Call.params``: whose response it is, outside rollouts
 _MAX_REQUEST_ID = 64
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}")
 
@@ -73,6 +76,8 @@ def open_calls(
     trace_id, span_id = trace_context(headers)
     if (key := headers.get("idempotency-key")) is not None:  # see client_retries.py
         params = {**params, "idempotency_key": key}
+    if attempt is None and client.dialect.id_prefix == RESPONSE_PREFIX:
+        params = {**params, CALLER: caller_digest(headers)}  # see stored_responses.py
     if (known_as := request_id(headers)) is not None:
         params = {**params, "request_id": known_as}
     first = Call(

@@ -32,10 +32,13 @@ KEY = "sk-of-the-provider"
 DEPENDS: dict[str, set[str | None]] = {
     "chat/completions": {
         "top_logprobs", "tool_choice", "tools", "response_format", "messages", "logit_bias",
+        "guided_json", "structured_outputs", "chat_template_kwargs",
     },
     "completions": {"best_of", "prompt", "logit_bias", "max_tokens", "echo"},
-    "responses": {"input", "tool_choice", "tools", "response_format", "messages", "text"},
-    "messages": {"messages", "tool_choice", "tools", "response_format", "output_config"},
+    "responses": {"input", "tool_choice", "tools", "response_format", "messages", "text",
+                  "previous_response_id", "chat_template_kwargs"},
+    "messages": {"messages", "tool_choice", "tools", "response_format", "output_config",
+                 "chat_template_kwargs"},
 }  # fmt: skip
 DEPENDS["messages/count_tokens"] = DEPENDS["messages"]
 

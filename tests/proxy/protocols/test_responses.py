@@ -137,8 +137,8 @@ def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_tells_what_was_done(gateway: Running, stream: bool) -> None:
-    """Nothing is stored, nothing is truncated, and no built-in tool is called too often."""
-    asked: Any = {"max_tool_calls": 3, "store": True, "truncation": "auto", "metadata": {"a": "b"}}
+    """Nothing is truncated, and no built-in tool is called too often."""
+    asked: Any = {"max_tool_calls": 3, "store": False, "truncation": "auto", "metadata": {"a": "b"}}
     with client(gateway) as api:
         if stream:
             with api.responses.stream(**ASKED, **asked) as events:

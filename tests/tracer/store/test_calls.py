@@ -96,6 +96,38 @@ def test_a_resumed_run_counts_what_it_repeats_once(store: Store) -> None:
     assert store.accounting(run_id).skipped == {SkipReason.EVALUATION: 1, SkipReason.SUPERSEDED: 3}
     store.supersede(run_id, after_step=0)  # what later steps trained on, too
     assert standing() == {"eval 0"}
+    verified = store.verify(run_id)
+    assert verified.kept == verified.counted
+
+
+def test_verdicts_given_while_calls_are_written_are_counted_once(
+    store: Store, claim: Claim
+) -> None:
+    judge = call_of(claim, "judge", skip_reason=SkipReason.NOT_TRAINABLE_MODEL)
+    opened = replace(judge, id="open", state=CallState.OPEN)
+    for _ in range(2):  # a commit whose answer was lost
+        store.write_calls("boot", [opened], [judge], 2)
+    store.write_calls("boot", [], [replace(opened, state=CallState.COMPLETED)], 2)
+    store.end_attempt(claim.attempt_id, AttemptState.SUCCEEDED)
+    for _ in range(2):
+        store.write_calls("boot", [], [call_of(claim, "late"), judge], 3)
+    store.settle(trained={}, skipped={"judge": SkipReason.EVALUATION, "late": SkipReason.STALE})
+    assert store.verify(claim.run_id).fault is None
+    assert store.accounting(claim.run_id).skipped == {
+        SkipReason.NOT_TRAINABLE_MODEL: 2, SkipReason.LATE_CALL: 1,
+    }  # fmt: skip
+
+
+def test_more_ids_than_a_statement_has_parameters(store: Store, claim: Claim) -> None:
+    store.write_calls("boot", [], [call_of(claim, "a")], 1)
+    ids = [*(f"none-{i}" for i in range(70_000)), claim.rollout_id]
+    assert [rollout.id for rollout in store.rollouts(claim.run_id, ids=ids)] == [claim.rollout_id]
+    assert [call.id for call in store.calls(rollout_ids=ids, bodies=False)] == ["a"]
+    assert [attempt.id for attempt in store.attempts(ids)] == [claim.attempt_id]
+    assert store.rewards(ids) == []
+    store.move_to_step(ids, 5)
+    assert store.unfinished_ids(claim.run_id, Purpose.TRAIN, since_step=5) == {claim.rollout_id}
+    assert store.unfinished_ids(claim.run_id, Purpose.TRAIN, since_step=6) == set()
 
 
 @pytest.mark.parametrize("request_", [ODD, {"temperature": 1.0, "x": "\ud800"}, {}])

@@ -17,6 +17,13 @@ from store_records import call_of, claimed, start_run
 from agentrl_tracer.schemas import AttemptState, Claim
 from agentrl_tracer.store import Store, database, tables
 
+_OLD_CALLS = "".join(
+    f"INSERT INTO calls (id, response_id, choice, run_id, seq, model, state, prompt_ids, "
+    f"response_ids, response_logprobs, params, started_at, trained_step, skip_reason) "
+    f"VALUES ('c{i}', 'c', 0, 'r', 0, 'm', 'completed', '', '', '', '{{}}', 0, {verdict});"
+    for i, verdict in enumerate(("1, NULL", "2, NULL", "NULL, 'stale'", "NULL, NULL"))
+)
+
 
 def test_an_old_store_is_migrated_to_the_tables_of_a_new_one(tmp_path: Path) -> None:
     scripts = ScriptDirectory(str(Path(database.__file__).parent / "migrations"))
@@ -25,7 +32,7 @@ def test_an_old_store_is_migrated_to_the_tables_of_a_new_one(tmp_path: Path) -> 
         old.executescript(Path(__file__).with_name("schema_0001.sql").read_text())
         old.executescript(
             "CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL PRIMARY KEY);"
-            "INSERT INTO alembic_version VALUES ('0001');"
+            "INSERT INTO alembic_version VALUES ('0001');" + _OLD_CALLS
         )
     for name in ("old.db", "new.db"):
         store = Store(str(tmp_path / name))
@@ -34,6 +41,11 @@ def test_an_old_store_is_migrated_to_the_tables_of_a_new_one(tmp_path: Path) -> 
             assert compare_metadata(context, tables.metadata) == []
             assert context.get_current_revision() == database.HEAD
         assert len(store.runs()) == 0
+        if name == "old.db":
+            verified = store.verify("r")
+            assert verified.kept == verified.counted
+            assert (verified.kept.trained, verified.kept.skipped) == (2, {"stale": 1})
+            assert verified.kept.pending == 1
         store.close()
 
 

@@ -62,6 +62,7 @@ _SAME_REQUESTS = (
     .where(sa.cast(t.calls.c.request, sa.Text) == sa.bindparam("request", type_=sa.Text))
     .order_by(t.calls.c.seq, t.calls.c.choice)
 )
+_ONE_CALL = sa.select(*_CALL_COLUMNS).where(t.calls.c.id == sa.bindparam("id"))
 _PROMPTS = sa.select(t.calls.c.seq, t.calls.c.prompt_ids).where(_OF_ATTEMPT)
 
 
@@ -145,6 +146,11 @@ class CallStore(VerdictStore, RewardStore):
                 usage = params.get("usage") or {}  # provider models report usage, not ids
                 tokens += prompt // _TOKEN_BYTES + (usage.get("total_tokens") or 0)
         return len(rows), tokens
+
+    def call(self, call_id: str) -> Call | None:
+        """Return one call; the first choice of a response has the response's id."""
+        rows = self.db.fetch_rows(_ONE_CALL, {"id": call_id})
+        return _call(rows[0]) if rows else None
 
     def same_requests(self, attempt_id: str, request: Json) -> list[PastCall]:
         """Return the attempt's calls with exactly this wire request, in order."""

@@ -304,17 +304,14 @@ class Learner(AdapterOptimizers):
     def finite_rows(
         self, rows: Sequence[TrainingRow], loss: str, loss_config: LossConfig | None = None
     ) -> list[int]:
-        """Find the rows of a step whose own loss and gradient are finite, after one that was not.
-
-        Accumulated gradients of their adapters are dropped.
-        """
+        """Find the rows whose own loss and gradient are finite; drops accumulated gradients."""
         own, tokens = {row.adapter for row in rows}, float(sum(row.trained for row in rows))
 
         def finite(some: Sequence[int]) -> bool:
             self.discard_gradients(own)
             self.forward_backward([rows[i] for i in some], loss, loss_config, tokens or None)
-            parameters = [p for named in self._owned(own).values() for p in named.values()]
-            grads = [p.grad for p in parameters if p.grad is not None]
+            named = self._owned(own).values()
+            grads = [p.grad for one in named for p in one.values() if p.grad is not None]
             return not self.non_finite & own and all(bool(g.isfinite().all()) for g in grads)
 
         found = finite_parts(range(len(rows)), finite)
