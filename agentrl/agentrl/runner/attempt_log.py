@@ -45,7 +45,7 @@ class AttemptLog:
         os.ftruncate(file, head)
         # A note that an earlier cut left is cut again.
         self._cut += size - head - len(tail) - len(self._note)
-        self._note = b"\n[agentrl: %d bytes of output were cut out here]\n" % self._cut
+        self._note = b"\n[agentrl: at least %d bytes of output were cut out here]\n" % self._cut
         os.write(file, self._note + tail)
 
     def close(self) -> str | None:

@@ -223,8 +223,9 @@ def test_a_log_keeps_the_beginning_and_the_end_of_much_output(
     assert text.startswith("the first line\n" + "x" * 99)
     assert text.endswith("x\nsaid by a command\nthe last line\n")
     [said] = [line for line in text.splitlines() if line.startswith("[agentrl: ")]
-    cut = int(said.split()[1])
-    assert len(text) - len(said) - 2 + cut == 15 + 64 * 10_486 * 100 + 32
+    cut, whole = int(said.split()[3]), 15 + 64 * 10_486 * 100 + 32
+    # What is printed during a cut is not counted.
+    assert 0.9 * whole < len(text) - len(said) - 2 + cut <= whole
 
 
 def test_an_agent_that_kills_its_worker_is_blamed_the_third_time(harness: RunnerHarness) -> None:

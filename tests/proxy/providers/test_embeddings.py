@@ -23,7 +23,7 @@ def embedded(*_: Any) -> dict[str, Any]:
 
 def test_they_are_forwarded_and_recorded(start: Any) -> None:
     provider = FaultyServer((200, embedded()))
-    gateway = asking(start, provider)
+    gateway = asking(start, provider, "openai/text-embedding-3-small")
     retry = {"x-stainless-retry-count": "1"}
     with client(gateway) as api:
         for headers in ({}, retry):  # vectors are not kept, so a retry asks again
@@ -37,8 +37,8 @@ def test_they_are_forwarded_and_recorded(start: Any) -> None:
             assert [one.embedding for one in made.data] == VECTORS
             assert (made.model, made.usage.total_tokens) == ("answerer", 5)
     assert [one["path"] for one in provider.seen] == ["/v1/embeddings"] * 2
-    body = {"model": "x", "input": ["one", "two"], "dimensions": 2, "encoding_format": "float"}
-    assert provider.seen[0]["body"] == body
+    body = {"input": ["one", "two"], "dimensions": 2, "encoding_format": "float"}
+    assert provider.seen[0]["body"] == body | {"model": "text-embedding-3-small"}
     for call in gateway.calls(gateway.claims[0]):
         assert call.state is CallState.COMPLETED
         assert call.skip_reason is SkipReason.NOT_TRAINABLE_MODEL
