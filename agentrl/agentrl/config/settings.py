@@ -243,6 +243,9 @@ class SamplerSettings(Table):
     """Sampling temperature where the request sets none."""
     max_tokens: Count = 256
     """Longest answer in tokens where the request sets no limit."""
+    thinking: bool | None = None
+    """Whether the model thinks before it answers where the request does not say, for models whose
+    chat template has a switch (`enable_thinking`); by default the template decides."""
     vllm: VllmSamplerSettings = VllmSamplerSettings()
 
 

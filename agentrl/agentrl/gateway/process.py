@@ -133,6 +133,7 @@ def _ready_app(plan: GatewayPlan, ending: contextlib.ExitStack) -> FastAPI:
     from agentrl_proxy.app import create_app
     from agentrl_proxy.dependencies import ConnectionLimits, GatewayDependencies
     from agentrl_proxy.rendering.renderer import Renderer
+    from agentrl_proxy.rendering.templates import THINKING_SWITCHES
     from agentrl_proxy.telemetry.otlp_export import OtlpExporter
     from agentrl_tracer.store.writer import TraceWriter
 
@@ -151,9 +152,13 @@ def _ready_app(plan: GatewayPlan, ending: contextlib.ExitStack) -> FastAPI:
     others = {name: provider_model(one) for name, one in plan.models.items()}
     if plan.answered_by is not None:
         others[plan.model.adapter] = replace(others[plan.answered_by], is_policy=True)
+    renderer = Renderer(tokenizer)
+    if plan.sampler.thinking is not None and renderer.switches.isdisjoint(THINKING_SWITCHES):
+        raise ValueError("sampler.thinking: the model's chat template has no such switch; "
+                         "leave it out")  # fmt: skip
     deps = GatewayDependencies(
         sampler=sampler,
-        renderer=Renderer(tokenizer),
+        renderer=renderer,
         store=store,
         writer=writer,
         boot_id=boot_id,
@@ -164,7 +169,7 @@ def _ready_app(plan: GatewayPlan, ending: contextlib.ExitStack) -> FastAPI:
         operator_key=plan.operator_key,
         allowed_hosts=[plan.host, *own.allowed_hosts],
         run_id=plan.run_id,
-        defaults=plan.sampler.model_dump(include={"max_tokens", "temperature"}),
+        defaults=plan.sampler.model_dump(include={"max_tokens", "temperature", "thinking"}),
         # While another model is evaluated, no unknown name may mean the base model.
         accept_any_model=own.accept_any_model and plan.answered_by is None,
         max_concurrent=own.max_concurrent,

@@ -41,6 +41,7 @@ class SampledCall(OpenCall):
     """An accepted request to our sampler, or one of its prompts."""
 
     request: ChatRequest
+    renderer: Renderer  # with the request's switches
     prompt: Prompt
     params: DecodingParams
     constraint: Constraint | None
@@ -64,7 +65,7 @@ async def generate_response(
     """
     heading = call.client.heading
     try:
-        call.choices = [Choice(row.choice, call, deps.renderer, write) for row in call.rows]
+        call.choices = [Choice(row.choice, call, call.renderer, write) for row in call.rows]
         scores = await _score(deps, call) if call.request.scored else None
         if call.params.max_tokens:
             await _sample(deps, call)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from agentrl_proxy.dependencies import GatewayDependencies, GatewayStats
@@ -22,6 +23,7 @@ from agentrl_proxy.rendering.continuity import (
     remember_reply,
     render_prompt,
 )
+from agentrl_proxy.rendering.renderer import MAX_VARIANTS, Renderer
 from agentrl_proxy.rendering.structured_output import Constraints
 from agentrl_proxy.requests.attempts import AttemptMemory
 from agentrl_proxy.requests.lifecycle import ClientRequest
@@ -50,7 +52,7 @@ class ChatService:
     stats: GatewayStats
 
     def __post_init__(self) -> None:
-        self._constraints = Constraints(self.deps.renderer)
+        self._constraints = lru_cache(MAX_VARIANTS)(Constraints)
 
     async def accept(self, request: ChatRequest, client: ClientRequest) -> SampledCall:
         deps, sampler, stats, memory = self.deps, self.deps.sampler, self.stats, client.memory
@@ -60,14 +62,14 @@ class ChatService:
         version = None if adapter is None else sampler.adapters.get(adapter)
         if adapter is not None and version is None:
             raise unavailable(f"adapter {adapter!r} is not loaded", "adapter_not_loaded")
-        constraint = None
+        constraint, renderer = None, self._renderer(request)
         if request.prompt_ids is not None:
             key = ConversationKey(b"", b"", adapter)
-            prompt = Prompt(request.prompt_ids, [], key, continues=None)
+            prompt = Prompt(request.prompt_ids, "", [], key, continues=None)
         else:
             prompt = self.render(request, memory, adapter)
             client.heading.prompt_tokens = len(prompt.ids)
-            constraint = await self._constraints.of(request, opened=prompt.opened)
+            constraint = await self._constraints(renderer).of(request, opened=prompt.opened)
         if request.scored and not isinstance(sampler, PromptScorer):
             raise invalid(
                 "echo",
@@ -94,6 +96,8 @@ class ChatService:
         one_call = one_call and deps.renderer.tells_calls_apart
         continued = prompt.continues is not None
         recorded = {**_recorded_params(params), "continued": continued}
+        if renderer.template_kwargs:
+            recorded["chat_template_kwargs"] = renderer.template_kwargs
         not_enforced: list[str] = []
         if constraint is not None:
             recorded["constrained"] = constraint.kind
@@ -116,7 +120,9 @@ class ChatService:
         stats.constrained += constraint is not None
         stats.continued += continued
         stats.rendered += not continued
-        return SampledCall(client, request, prompt, params, constraint, adapter, one_call, rows)
+        return SampledCall(
+            client, request, renderer, prompt, params, constraint, adapter, one_call, rows
+        )
 
     def resolve_model(self, model: str, agent: str | None) -> str | None:
         """Return the adapter for a requested model or its agent; None is the base model."""
@@ -135,7 +141,18 @@ class ChatService:
         """Render a request's prompt, continuing a conversation of the attempt."""
         conversations = None if memory is None else memory.conversations
         return render_prompt(
-            self.deps.renderer, conversations, request.messages, request.tools, adapter
+            self._renderer(request), conversations, request.messages, request.tools, adapter
+        )
+
+    def _renderer(self, request: ChatRequest) -> Renderer:
+        """Return the renderer with the switches of the request, else of the settings."""
+        if request.prompt_ids is not None:  # no template writes it
+            return self.deps.renderer
+        thinking = request.thinking
+        if thinking is None:
+            thinking = self.deps.defaults.get("thinking")
+        return self.deps.renderer.with_switches(
+            thinking, request.reasoning_effort, request.template_kwargs
         )
 
     async def generate(self, call: SampledCall, write: Write | None) -> dict[str, Any]:
@@ -172,7 +189,7 @@ class ChatService:
     def _remember(
         self, call: SampledCall, memory: AttemptMemory, choice: Choice, message: dict[str, Any]
     ) -> None:
-        renderer, stop, ids = self.deps.renderer, call.params.stop, choice.sampled.ids
+        renderer, stop, ids = call.renderer, call.params.stop, choice.sampled.ids
         try:
             whole = renderer.decode(ids) if stop else ""
             cut = choice.sampled.cut_at_call or any(one in whole for one in stop)

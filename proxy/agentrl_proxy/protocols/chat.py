@@ -43,12 +43,19 @@ from agentrl_proxy.protocols.fields import (
     shown,
     text_or,
 )
+from agentrl_proxy.protocols.unsupported import OURS_ALONE, refuse_unsupported
+from agentrl_proxy.protocols.vendor_fields import allowed_only, asked_thinking, guided_format
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_TOP_LOGPROBS = 20
 MAX_BIASES = 1024
+_LONGEST_SWITCH = 100
+_MISPLACED = {
+    "system": "send a message of the role system",
+    "instructions": "send a message of the role system",
+}
 
 
 def _is_bias(value: Any) -> bool:
@@ -60,18 +67,29 @@ def _is_bias(value: Any) -> bool:
     )
 
 
+def _is_switch(value: Any) -> bool:
+    short = isinstance(value, str) and len(value) <= _LONGEST_SWITCH
+    return short or isinstance(value, bool) or is_number(value)
+
+
 def _number(accepts: Callable[[float], bool], allowed: str, **limits: float) -> Value:
     schema = {"type": "number", **limits}
     return Value(lambda v: is_number(v) and accepts(v), f"a number {allowed}", schema, NUMBER)
 
 
-def tool_choice(function: Object) -> Either:
-    """``function``: the object that chooses one tool."""
+def tool_choice(function: Object, allowed: Object) -> Either:
+    """``function``: the object that chooses one tool; ``allowed``: that allows some of them."""
     return Either(
-        "none, auto, required or an object that names a function",
+        "none, auto, required or an object that names functions",
         str=replace(one_of("none", "auto", "required"), for_provider=TEXT),
-        dict=Tagged({"function": function}, provider_kinds={}),
+        dict=Tagged({"function": function, "allowed_tools": allowed}, provider_kinds={}),
     )
+
+
+def allowed_tools(named: Object) -> Object:
+    """``named``: an object that names one tool."""
+    tools = Array(Tagged({"function": named}), minimum=1)
+    return Object(["mode", "tools"], mode=one_of("auto", "required"), tools=tools)
 
 
 MAX_TOKENS = integer(1)
@@ -89,6 +107,27 @@ LOGIT_BIAS = Value(
 )
 STREAM_OPTIONS = Object([], include_usage=BOOLEAN)
 _STOP = replace(NONEMPTY, for_provider=TEXT)
+_SWITCHES = Value(
+    lambda v: isinstance(v, dict) and all(map(_is_switch, v.values())),
+    f"an object of booleans, numbers and strings of up to {_LONGEST_SWITCH} characters",
+    {
+        "type": "object",
+        "additionalProperties": {
+            "type": ["boolean", "number", "string"],
+            "maxLength": _LONGEST_SWITCH,
+        },
+    },
+)
+TEMPLATE: dict[str, Field] = {
+    "chat_template_kwargs": _SWITCHES,
+    "enable_thinking": BOOLEAN,
+    "reasoning_effort": replace(NAME, for_provider=STRING_OR_OBJECT),
+}
+"""What the chat template is told besides messages and tools."""
+THINKING = Tagged(
+    dict.fromkeys(("enabled", "disabled", "adaptive", "auto"), Object([])), provider_kinds={}
+)
+_GUIDED = Either("a JSON schema, as an object or its text", str=NONEMPTY, dict=JSON_SCHEMA)
 SAMPLING: dict[str, Field] = {
     "temperature": _number(lambda v: 0 <= v <= 2, "from 0 to 2", minimum=0, maximum=2),
     "top_p": _number(lambda v: 0 < v <= 1, "above 0 and up to 1", exclusiveMinimum=0, maximum=1),
@@ -132,6 +171,7 @@ MESSAGE = Tagged(
 )
 FUNCTION = Object(["name"], name=NONEMPTY, description=TEXT, parameters=JSON_SCHEMA, strict=BOOLEAN)
 SCHEMA_FORMAT = Object(["schema"], name=TEXT, schema=JSON_SCHEMA, strict=BOOLEAN)
+_NAMED = Object(["function"], function=Object(["name"], name=NONEMPTY))
 CHAT = Object(
     ["model", "messages"],
     model=NAME,
@@ -155,16 +195,21 @@ CHAT = Object(
             provider_kinds={},
         )
     ),
-    tool_choice=tool_choice(Object(["function"], function=Object(["name"], name=NONEMPTY))),
+    tool_choice=tool_choice(_NAMED, Object(["allowed_tools"], allowed_tools=allowed_tools(_NAMED))),
     response_format=Tagged(
         dict.fromkeys(("text", "json_object"), Object([]))
         | {"json_schema": Object(["json_schema"], json_schema=SCHEMA_FORMAT)},
         provider_kinds={},
     ),
+    guided_json=_GUIDED,
+    structured_outputs=Object([], json=_GUIDED, json_object=BOOLEAN),
+    **TEMPLATE,
+    thinking=THINKING,
+    reasoning=Object([], effort=NAME, enabled=BOOLEAN),
 )
 PROVIDER_CHAT = Object(
     CHAT.required,
-    **CHAT.properties,
+    **{k: v for k, v in CHAT.properties.items() if k not in (*OURS_ALONE, "thinking")},
     **dict.fromkeys(("frequency_penalty", "presence_penalty"), NUMBER),
     **dict.fromkeys(
         ("user", "service_tier", "verbosity", "prompt_cache_key", "safety_identifier"), TEXT
@@ -172,7 +217,7 @@ PROVIDER_CHAT = Object(
     **dict.fromkeys(
         ("audio", "prediction", "web_search_options", "thinking", "output_config"), OBJECT
     ),
-    **dict.fromkeys(("function_call", "reasoning_effort"), STRING_OR_OBJECT),
+    function_call=STRING_OR_OBJECT,
     functions=Array(Object(["name"], name=TEXT)),
 )
 """What a request to a provider's model may hold. Further fields are not passed on."""
@@ -194,6 +239,10 @@ class ChatRequest:
     tool_choice: str = "auto"
     """auto, required, or ``function:name`` for one tool."""
     parallel_tool_calls: bool = True
+    template_kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Variables of the chat template; they go before ``thinking`` and ``reasoning_effort``."""
+    thinking: bool | None = None
+    reasoning_effort: str | None = None
     return_token_ids: bool = False  # vLLM's extension: the exact ids of prompt and answer
     sampling: dict[str, Any] = field(default_factory=dict[str, Any])
     """Those of max_tokens, temperature, top_p, top_k, stop and seed that the client set."""
@@ -211,6 +260,7 @@ def chat_request(raw: dict[str, Any]) -> ChatRequest:
         ApiError: a field is wrong (400); it names the field.
     """
     check_body(CHAT, raw)
+    refuse_unsupported(raw, _MISPLACED)
     get = raw.get
     sampling = {
         name: _for_sampler(name, raw[name])
@@ -221,11 +271,15 @@ def chat_request(raw: dict[str, Any]) -> ChatRequest:
         sampling["max_tokens"] = raw["max_completion_tokens"]
     if get("top_logprobs") and not get("logprobs"):
         raise invalid("top_logprobs", "top_logprobs needs logprobs to be true")
-    choice, tools, format = get("tool_choice"), get("tools"), get("response_format")
+    choice, tools, dialect = get("tool_choice"), get("tools"), ChatDialect(raw)
+    if isinstance(choice, dict) and choice["type"] == "allowed_tools":
+        choice, tools = allowed_only(choice["allowed_tools"], tools or [])
+    format = guided_format(raw, dialect) or get("response_format")
+    thinking, effort = asked_thinking(raw)
     return ChatRequest(
         messages=raw["messages"],
         tools=tools if tools and choice != "none" else None,
-        dialect=ChatDialect(raw),
+        dialect=dialect,
         logprobs=bool(get("logprobs")),
         top_logprobs=get("top_logprobs") or 0,
         n=get("n") or 1,
@@ -235,6 +289,9 @@ def chat_request(raw: dict[str, Any]) -> ChatRequest:
         response_format=None if format is None or format["type"] == "text" else format,
         tool_choice=_tool_choice(choice, tools),
         parallel_tool_calls=get("parallel_tool_calls") is not False,
+        template_kwargs=get("chat_template_kwargs") or {},
+        thinking=thinking,
+        reasoning_effort=effort,
         return_token_ids=bool(get("return_token_ids")),
         sampling=sampling,
         raw=raw,

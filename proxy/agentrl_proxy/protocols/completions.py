@@ -20,6 +20,7 @@ from agentrl_proxy.protocols.chat import (
     PROVIDER_CHAT,
     SAMPLING,
     STREAM_OPTIONS,
+    TEMPLATE,
     ChatRequest,
     chat_request,
 )
@@ -35,12 +36,18 @@ from agentrl_proxy.protocols.fields import (
     check_body,
     integer,
     is_integer,
-    refuse_unsupported,
 )
+from agentrl_proxy.protocols.unsupported import refuse_unsupported
 from agentrl_proxy.rendering.renderer import Renderer
 
-CHAT_ONLY = {"messages", "tools", "tool_choice", "response_format", "max_completion_tokens"}
+CHAT_ONLY = {
+    "messages", "tools", "tool_choice", "response_format", "max_completion_tokens", *TEMPLATE,
+    "thinking", "reasoning",
+}  # fmt: skip
 _UNSUPPORTED = {
+    **dict.fromkeys(
+        ("response_format", "guided_json", "structured_outputs"), "ask /v1/chat/completions"
+    ),
     "suffix": "put everything before the gap into `prompt`",
     "best_of": "ask for `n` choices and choose among them",
 }
@@ -141,7 +148,9 @@ def check_completion(raw: Mapping[str, Any], *, ours: bool = True) -> None:
     """
     check_body(COMPLETION if ours else PROVIDER_COMPLETION, raw, ours=ours)
     same = raw.get("best_of") in (None, raw.get("n") or 1)
-    refuse_unsupported({"suffix": raw.get("suffix") is not None, "best_of": not same}, _UNSUPPORTED)
+    asked = {**raw, "suffix": raw.get("suffix") is not None, "best_of": not same}
+    passed_on = () if ours else PROVIDER_COMPLETION.properties
+    refuse_unsupported(asked, _UNSUPPORTED, ours=ours, passed_on=passed_on)
 
 
 def _prompts(value: str | list[Any], renderer: Renderer) -> list[list[int]]:

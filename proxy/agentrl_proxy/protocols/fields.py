@@ -198,43 +198,30 @@ def check_body(body: Field, raw: Any, *, ours: bool = True) -> None:
         raise invalid(param, f"{param or 'the body'} {words}", code=wrong.code) from None
 
 
-def refuse_unsupported(raw: Mapping[str, Any], unsupported: Mapping[str, str]) -> None:
-    """Refuse fields without which the answer would be a different one.
-
-    Args:
-        unsupported: what to do instead, by the field's name.
-
-    Raises:
-        ApiError: one of them is set (400).
-    """
-    for name, instead in unsupported.items():
-        if raw.get(name):
-            raise invalid(name, f"{name} is not supported; {instead}", code="unsupported_parameter")
-
-
 def shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def read_object(body: bytes) -> dict[str, Any]:
-    """Parse a body that must be a JSON object.
+def read_object(body: bytes, where: str = "the body") -> dict[str, Any]:
+    """Parse a body, or a field with JSON text, that must be a JSON object.
 
     Raises:
         ApiError: it is no JSON object, or nested too deeply (400).
     """
+    param = None if where == "the body" else where
     try:
         raw = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        raise invalid(None, f"the body is not valid JSON: {error}", code="invalid_json") from None
+        raise invalid(param, f"{where} is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(raw, dict):
-        raise invalid(None, f"the body must be a JSON object; got {shown(raw)}")
+        raise invalid(param, f"{where} must be a JSON object; got {shown(raw)}")
     if body.count(b"[") + body.count(b"{") > MAX_DEPTH:  # it may be nested too deeply
         try:
             orjson.dumps(raw)  # the cheapest walk; refuses what is deeper than MAX_DEPTH
         except TypeError:
-            message = f"the body is nested more than {MAX_DEPTH} levels deep"
-            raise invalid(None, message, code="invalid_json") from None
+            message = f"{where} is nested more than {MAX_DEPTH} levels deep"
+            raise invalid(param, message, code="invalid_json") from None
     return raw
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -18,6 +17,8 @@ from agentrl_proxy.protocols.chat import (
     MAX_STOPS,
     MAX_TOKENS,
     SAMPLING,
+    TEMPLATE,
+    THINKING,
 )
 from agentrl_proxy.protocols.chat_objects import BlockEvents, Heading, event, heading_of
 from agentrl_proxy.protocols.fields import (
@@ -31,15 +32,19 @@ from agentrl_proxy.protocols.fields import (
     Object,
     Tagged,
     check_body,
-    refuse_unsupported,
     text_or,
 )
+from agentrl_proxy.protocols.unsupported import refuse_unsupported
 
 # --- requests
 
 _UNSUPPORTED = {
     "mcp_servers": "let the agent call them, and send their tools as `tools`",
     "container": "nothing is run here",
+    "stop": "send `stop_sequences`",
+    **dict.fromkeys(
+        ("response_format", "guided_json", "structured_outputs"), "send `output_config.format`"
+    ),
 }
 _FUNCTION = ("name", "description", "parameters", "strict")  # OpenAI's order
 _NO_MEDIA = ("unsupported_content", "this model reads text only")
@@ -73,7 +78,6 @@ _TOOL = Tagged(
     refusal=("unsupported_tool", "a server tool; this model has client tools only"),
 )
 _FORMAT = Tagged({"json_schema": Object(["schema"], schema=JSON_SCHEMA)})
-_THINKING = Tagged({"enabled": Object([], budget_tokens=MAX_TOKENS), "disabled": Object([])})
 COUNT = Object(
     ["model", "messages"],
     model=NAME,
@@ -84,7 +88,8 @@ COUNT = Object(
         dict.fromkeys(("auto", "any", "none"), Object([], disable_parallel_tool_use=BOOLEAN))
         | {"tool": Object(["name"], name=TEXT, disable_parallel_tool_use=BOOLEAN)}
     ),
-    thinking=replace(OBJECT, schema=_THINKING.schema),  # our model ignores it
+    thinking=THINKING,
+    **{name: TEMPLATE[name] for name in ("chat_template_kwargs", "enable_thinking")},
     output_config=Object([], format=_FORMAT, effort=TEXT),
     output_format=_FORMAT,  # its older name
 )
@@ -117,7 +122,7 @@ def messages_as_chat(
     if ours and raw["messages"][-1]["role"] == "assistant":
         raise invalid("messages", "the last message must be the user's; prefilling the "
                       "assistant's reply is not supported")  # fmt: skip
-    refuse_unsupported(raw, _UNSUPPORTED)
+    refuse_unsupported(raw, _UNSUPPORTED, ours=ours)
     messages = [_readable(message, ours=ours) for message in raw["messages"]]
     chat, names = translation.chat_of_messages({**raw, "messages": messages}, provider_model)
     if (raw.get("tool_choice") or {}).get("disable_parallel_tool_use"):
@@ -138,6 +143,9 @@ def messages_as_chat(
                 chat["reasoning_effort"] = effort  # "none": the client wants no thinking
         elif "reasoning_effort" not in chat:  # LiteLLM would make it a budget for thinking
             chat["output_config"] = {"effort": effort}
+    if ours:
+        chat |= {name: raw.get(name) for name in ("thinking", *TEMPLATE)}
+        chat["reasoning_effort"] = config.get("effort")
     chat["stream"] = raw.get("stream")
     return chat, MessagesDialect(names)
 
@@ -205,6 +213,7 @@ class MessagesDialect(BlockEvents):
         (r"^(tools\[\d+\])\.function\b", r"\1"),
         (r"^parallel_tool_calls\b", "tool_choice.disable_parallel_tool_use"),
         (r"^tool_choice 'required'", "tool_choice 'any'"),
+        (r"^reasoning_effort\b", "output_config.effort"),
     )
     text_kind = "text"
     call_kind = "tool_use"

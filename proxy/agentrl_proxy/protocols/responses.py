@@ -17,6 +17,8 @@ from agentrl_proxy.protocols.chat import (
     MAX_TOP_LOGPROBS,
     SAMPLING,
     SCHEMA_FORMAT,
+    TEMPLATE,
+    allowed_tools,
     tool_choice,
 )
 from agentrl_proxy.protocols.chat_objects import BlockEvents, Heading, entries_of, event, heading_of
@@ -34,9 +36,9 @@ from agentrl_proxy.protocols.fields import (
     check_body,
     integer,
     one_of,
-    refuse_unsupported,
     text_or,
 )
+from agentrl_proxy.protocols.unsupported import refuse_unsupported
 
 # --- requests
 
@@ -45,6 +47,11 @@ _UNSUPPORTED = {
     "conversation": "send the whole conversation as `input`; nothing is stored here",
     "prompt": "stored prompts are OpenAI's; send `instructions` and `input`",
     "background": "send it with background: false",
+    "response_format": "send `text.format`",
+    "guided_json": "send `text.format`",
+    "structured_outputs": "send `text.format`",
+    "max_tokens": "send `max_output_tokens`",
+    "max_completion_tokens": "send `max_output_tokens`",
 }
 _WITH_LOGPROBS = "message.output_text.logprobs"
 _PART = Tagged(
@@ -73,6 +80,7 @@ _ITEM = Tagged(
 )
 _NO_BUILT_IN = ("unsupported_tool", "this model has no built-in tools")
 _FORMATS = dict.fromkeys(("text", "json_object"), Object([])) | {"json_schema": SCHEMA_FORMAT}
+_NAMED = Object(["name"], name=TEXT)
 RESPONSES = Object(
     ["model", "input"],
     model=NAME,
@@ -83,14 +91,13 @@ RESPONSES = Object(
     store=BOOLEAN,
     truncation=one_of("auto", "disabled"),
     tools=Array(Tagged({"function": FUNCTION}, refusal=_NO_BUILT_IN)),
-    tool_choice=tool_choice(Object(["name"], name=TEXT)),
+    tool_choice=tool_choice(_NAMED, allowed_tools(_NAMED)),
     text=Object([], format=Tagged(_FORMATS)),
     include=Array(replace(ANYTHING, schema={"enum": [_WITH_LOGPROBS]})),
-    reasoning=replace(
-        OBJECT, schema=Object([], effort=one_of("minimal", "low", "medium", "high")).schema
-    ),
+    reasoning=Object([], effort=NAME),
     metadata=replace(OBJECT, schema={"type": "object", "additionalProperties": TEXT.schema}),
     **SAMPLING,
+    **TEMPLATE,
     top_logprobs=integer(0, MAX_TOP_LOGPROBS),
     stream=BOOLEAN,
     parallel_tool_calls=BOOLEAN,
@@ -111,7 +118,7 @@ def responses_as_chat(
     """
     # LiteLLM would drop wrong and unsupported fields silently, or fail on them.
     check_body(RESPONSES, raw, ours=provider_model is None)
-    refuse_unsupported(raw, _UNSUPPORTED)
+    refuse_unsupported(raw, _UNSUPPORTED, ours=provider_model is None)
     called = set[str]()
     for i, item in enumerate(raw["input"] if isinstance(raw["input"], list) else ()):
         if item.get("type") == "function_call":
@@ -119,7 +126,17 @@ def responses_as_chat(
         elif item.get("type") == "function_call_output" and item["call_id"] not in called:
             where = f"input[{i}].call_id"
             raise invalid(where, f"{where}: no function_call before it has this call_id")
-    chat = translation.chat_of_response(raw, provider_model)
+    choice = raw.get("tool_choice")
+    allowed = isinstance(choice, dict) and choice["type"] == "allowed_tools"
+    known = {**raw, "tool_choice": "auto"} if allowed else raw  # LiteLLM does not know it
+    chat = translation.chat_of_response(known, provider_model)
+    if allowed:
+        tools = [{"type": "function", "function": {"name": one["name"]}} for one in choice["tools"]]
+        choice = {"type": "allowed_tools", "allowed_tools": {**choice, "tools": tools}}
+        chat["tool_choice"] = choice
+    if provider_model is None:
+        chat |= {name: raw.get(name) for name in TEMPLATE}
+        chat["reasoning_effort"] = (raw.get("reasoning") or {}).get("effort")
     wanted = _WITH_LOGPROBS in (raw.get("include") or ())
     chat |= {
         "stream": raw.get("stream"),
@@ -174,6 +191,7 @@ class ResponsesDialect(BlockEvents):
         (r"^messages(\[\d+\][.\w\[\]]*)?", "input"),
         (r"^response_format(\.json_schema)?\b", "text.format"),
         (r"^(tools\[\d+\])\.function\b", r"\1"),
+        (r"^reasoning_effort\b", "reasoning.effort"),
     )
     text_kind = "message"
     call_kind = "function_call"

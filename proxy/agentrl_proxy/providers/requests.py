@@ -31,6 +31,7 @@ from agentrl_proxy.protocols.completions import (
     completion_requests,
 )
 from agentrl_proxy.protocols.fields import check_body
+from agentrl_proxy.protocols.unsupported import refuse_unsupported
 from agentrl_proxy.providers.service import ProviderRequest
 
 Parts = list[ChatRequest] | list[ProviderRequest]
@@ -43,6 +44,7 @@ def chat_parts(raw: dict[str, Any], provider: ProviderModel | None) -> Parts:
     if provider is None:
         return [chat_request(raw)]
     check_body(PROVIDER_CHAT, raw, ours=False)
+    refuse_unsupported(raw, {}, ours=False, passed_on=PROVIDER_CHAT.properties)
     return [ProviderRequest(raw, raw, ChatDialect(raw), raw.get("n") or 1)]
 
 

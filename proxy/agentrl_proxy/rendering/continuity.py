@@ -8,6 +8,7 @@ rendered anew and a new branch starts. Does not know samplers, the store or HTTP
 
 from __future__ import annotations
 
+import contextlib
 import json
 from array import array
 from collections import OrderedDict
@@ -20,10 +21,12 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from agentrl_proxy.errors import ApiError
 from agentrl_proxy.rendering.renderer import Message, Renderer
 
 MAX_CONVERSATIONS = 256  # per attempt; least recently used go first
 MAX_TOKENS = 2_000_000  # per attempt, four bytes each; those that turns share count for each
+_COMPARED_AS_TEXT = 4  # replies of a request, the last ones, that are found by their prompt's text
 
 
 class Branch(StrEnum):
@@ -33,18 +36,21 @@ class Branch(StrEnum):
     FIRST_CALL = "first_call"
     NEW_CONVERSATION = "new_conversation"  # it has no reply yet
     TOOLS_CHANGED = "tools_changed"
+    SWITCHES_CHANGED = "template_switches_changed"  # of the chat template, as its thinking switch
     MODEL_CHANGED = "model_changed"  # another adapter replied
     HISTORY_EDITED = "history_edited"  # an earlier message or the reply was never so
-    THINKING_STRIPPED = "thinking_stripped"  # by the chat template, as Qwen3's does
+    THINKING_STRIPPED = "thinking_stripped"  # by the chat template, as Qwen3's does, or the agent
     TEMPLATE_REWRITES = "template_rewrites"  # the template writes the past differently
 
 
 class ConversationKey(NamedTuple):
-    """Identifies a conversation: digests of its messages and tools, and the adapter."""
+    """Identifies a conversation: digests of its messages and tools, the adapter, and the switches
+    of the chat template."""
 
     messages: bytes
     tools: bytes
     adapter: str | None
+    switches: bytes = b""
 
     def then(self, message: Message) -> ConversationKey:
         """Return the key of the conversation with one more message."""
@@ -55,16 +61,28 @@ class ConversationKey(NamedTuple):
 
 
 class Said:
-    """The tokens of a remembered conversation. Those of its earlier turns are shared with them."""
+    """The tokens of a remembered conversation. Those of its earlier turns are shared with them.
 
-    __slots__ = ("_before", "_own", "length")
+    Args:
+        ids: all tokens, which begin with those of ``before``.
+        asked: digest of the prompt's text, as the template wrote it.
+        reply: the conversation's last message, normalized.
+    """
 
-    def __init__(self, ids: Sequence[int], before: Said | None = None) -> None:
-        """``ids``: all tokens, which begin with those of ``before``."""
+    __slots__ = ("_before", "_own", "asked", "length", "reply")
+
+    def __init__(
+        self,
+        ids: Sequence[int],
+        before: Said | None = None,
+        asked: bytes = b"",
+        reply: Message | None = None,
+    ) -> None:
         shared = 0 if before is None else before.length
         self._before = before
         self._own = array("i", ids[shared:])
         self.length = len(ids)
+        self.asked, self.reply = asked, reply or {}
 
     def ids(self) -> list[int]:
         parts: list[array[int]] = []
@@ -80,6 +98,7 @@ class Prompt:
     """The sampler's input, and what is needed to remember its reply."""
 
     ids: list[int]
+    text: str  # as the template wrote it
     messages: list[Message]  # normalized
     key: ConversationKey
     continues: Said | None  # an earlier call, with whose exact tokens it begins
@@ -112,6 +131,15 @@ class Conversations:
             self._said.move_to_end(key)
         return said
 
+    def answers(self, asked: str, adapter: str | None) -> list[Said]:
+        """Return the remembered replies of an adapter to a prompt of this text."""
+        digest = _digest(asked)
+        return [
+            said
+            for key, said in self._said.items()
+            if said.asked == digest and key.adapter == adapter
+        ]
+
     def of(self, messages: bytes) -> list[ConversationKey]:
         """Return the remembered conversations with these messages, whatever tools and adapter."""
         return [key for key in self._said if key.messages == messages]
@@ -128,7 +156,8 @@ def render_prompt(
     normal = renderer.normalize(messages)
     text = renderer.text(normal, tools)
     opened = text.endswith(renderer.generation_prompt)
-    keys = [ConversationKey(b"", b"" if tools is None else _digest(tools), adapter)]
+    switches = _digest(renderer.template_kwargs) if renderer.template_kwargs else b""
+    keys = [ConversationKey(b"", b"" if tools is None else _digest(tools), adapter, switches)]
     for message in normal:  # keys[i] covers the first i messages
         keys.append(keys[-1].then(message))
 
@@ -142,16 +171,18 @@ def render_prompt(
     elif not ends:
         branched = Branch.NEW_CONVERSATION
     else:
-        for count in ends:
-            known = conversations.get(keys[count])
+        for tried, count in enumerate(ends):
+            known, why = conversations.get(keys[count]), None
+            if known is None and tried < _COMPARED_AS_TEXT:
+                known, why = _written_alike(renderer, conversations, normal[:count], tools, adapter)
             ids = known and _continue(renderer, known.ids(), normal[:count], tools, text)
             if ids is not None:
                 continues = known
                 break
-            branched = branched or _reason(conversations, normal, keys[count])
+            branched = branched or why or _reason(conversations, normal, keys[count])
     if ids is None:
         ids = renderer.encode(text)
-    return Prompt(ids, normal, keys[-1], continues, branched, opened)
+    return Prompt(ids, text, normal, keys[-1], continues, branched, opened)
 
 
 def remember_reply(
@@ -177,7 +208,38 @@ def remember_reply(
     elif kept and renderer.is_stop(kept[-1]):
         kept.pop()  # the template writes the turn's end, see _continue
     normal = renderer.normalize([reply])[0]
-    conversations.put(prompt.key.then(normal), Said([*prompt.ids, *kept], prompt.continues))
+    said = Said([*prompt.ids, *kept], prompt.continues, _digest(prompt.text), normal)
+    conversations.put(prompt.key.then(normal), said)
+
+
+def _written_alike(
+    renderer: Renderer,
+    conversations: Conversations,
+    beginning: list[Message],
+    tools: list[dict[str, Any]] | None,
+    adapter: str | None,
+) -> tuple[Said | None, Branch | None]:
+    """Find the remembered conversation that the template writes like ``beginning``.
+
+    Its messages may differ in what the template ignores, as names, ids and outer whitespace may be.
+
+    Returns:
+        The conversation; else why there is none, if that is known.
+    """
+    *asked, reply = beginning
+    why = None
+    with contextlib.suppress(ApiError):  # a template may refuse what is only a beginning
+        for said in conversations.answers(renderer.text(asked, tools), adapter):
+            text, ours = renderer.text(beginning, tools, generate=False), said.reply
+            if "tool_calls" in reply and _calls_digest(ours) == _calls_digest(reply):
+                ours = {**ours, "tool_calls": reply["tool_calls"]}  # as the agent spells them
+            if renderer.text([*asked, ours], tools, generate=False) == text:
+                return said, None
+            if "reasoning_content" in ours and "reasoning_content" not in reply:
+                ours = {name: value for name, value in ours.items() if name != "reasoning_content"}
+                if renderer.text([*asked, ours], tools, generate=False) == text:
+                    why = Branch.THINKING_STRIPPED
+    return None, why
 
 
 def _continue(
@@ -213,6 +275,8 @@ def _reason(conversations: Conversations, messages: list[Message], key: Conversa
         return Branch.HISTORY_EDITED
     if key.tools not in [one.tools for one in known]:
         return Branch.TOOLS_CHANGED
+    if key.switches not in [one.switches for one in known]:
+        return Branch.SWITCHES_CHANGED
     if key not in known:
         return Branch.MODEL_CHANGED
     thoughts = any(message.get("reasoning_content") for message in messages)
@@ -229,6 +293,10 @@ def _ids_of(renderer: Renderer, ids: list[int], text: str) -> list[int]:
         if length >= len(text) and renderer.decode(ids[: count + 1]) == text:
             return ids[: count + 1]
     return renderer.encode(text) if text else []
+
+
+def _calls_digest(reply: Message) -> bytes:
+    return _digest([call["function"] for call in reply.get("tool_calls") or ()])
 
 
 def _digest(value: Any, before: bytes = b"") -> bytes:

@@ -9,16 +9,18 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 from agentrl_proxy.errors import invalid
 from agentrl_proxy.rendering.reply import ParsedReply
+from agentrl_proxy.rendering.templates import THINKING_SWITCHES, switches
 from agentrl_proxy.rendering.templates import response_template as family_template
 from agentrl_proxy.rendering.tool_call_parser import ReplyParser, ReplyTemplate, Tools
 
 Message = dict[str, Any]
+MAX_VARIANTS = 32  # each takes half a millisecond to make
 
 
 class Renderer:
@@ -29,6 +31,7 @@ class Renderer:
         response_template: overrides the tokenizer's own. Default: that of the model family, which
             the chat template reveals.
         stop_ids: ids that end a turn besides the tokenizer's eos, as in generation_config.
+        template_kwargs: variables of the chat template, as its thinking switch.
     """
 
     def __init__(
@@ -37,15 +40,20 @@ class Renderer:
         *,
         response_template: dict[str, Any] | None = None,
         stop_ids: Iterable[int] = (),
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self.template_kwargs = dict(template_kwargs or {})
+        self._given = (response_template, frozenset(stop_ids))
+        self._variants: dict[str, Renderer] = {}  # by their template_kwargs
         template = response_template or getattr(tokenizer, "response_template", None)
         chat_template: str = tokenizer.get_chat_template() or ""
         template = template or family_template(chat_template)
-        self._stop_ids = frozenset(stop_ids)
+        self._stop_ids = self._given[1]
         if tokenizer.eos_token_id is not None:
             self._stop_ids |= {tokenizer.eos_token_id}
         self._knows_developer = "developer" in chat_template
+        self.switches = switches(chat_template)
         self.generation_prompt, self.turn_end = self._probe_turns()
         self._text_arguments = self._probe_arguments()
         # The template's end of a turn stops the answer, whatever the tokenizer's eos is.
@@ -57,12 +65,56 @@ class Renderer:
         self.token_bytes = cache(self._bytes_of)
         """The bytes of a token, which may be part of a character, by its id."""
         self.hidden = self._hidden_ids(special, template)
-        self._format = ReplyTemplate(template, self.generation_prompt)
+        self._unopened = ReplyTemplate(template, "")
+        opening, marks = self.generation_prompt, self._unopened.reasoning_marks
+        if marks is not None and marks[1] in opening.partition(marks[0])[2]:
+            opening = opening.partition(marks[0])[0]  # a thought that the prompt closes is no reply
+        self._format = ReplyTemplate(template, opening)
         self.tells_calls_apart = self._format.streams_calls  # before the reply ends
         self.reasoning_marks = self._format.reasoning_marks
         self.vocab_size = len(tokenizer)
-        self._unopened = ReplyTemplate(template, "")
         self._byte_level = "ByteLevel" in str(tokenizer.backend_tokenizer.decoder)
+
+    def with_switches(
+        self, thinking: bool | None, effort: str | None, kwargs: Mapping[str, Any]
+    ) -> Renderer:
+        """Return the renderer that gives these variables to the chat template.
+
+        Args:
+            thinking, effort: for the template's own switches, where it has them.
+            kwargs: by the template's names; they go first.
+
+        Raises:
+            ApiError: the template reads no variable of this name (400).
+        """
+        if thinking is None and effort is None and not kwargs:
+            return self
+        unknown = sorted(kwargs.keys() - self.switches)
+        if unknown:
+            known = ", ".join(sorted(self.switches)) or "none"
+            raise invalid(
+                f"chat_template_kwargs.{unknown[0]}",
+                f"chat_template_kwargs.{unknown[0]}: the model's chat template reads no such "
+                f"variable; it reads {known}",
+                code="unsupported_parameter",
+            )
+        asked: dict[str, Any] = {"reasoning_effort": effort}
+        asked |= dict.fromkeys(THINKING_SWITCHES, thinking)
+        asked = {k: v for k, v in asked.items() if v is not None and k in self.switches} | kwargs
+        if not asked:
+            return self
+        name = json.dumps(asked, sort_keys=True)
+        if name not in self._variants:
+            if len(self._variants) >= MAX_VARIANTS:
+                self._variants.clear()
+            template, stop_ids = self._given
+            self._variants[name] = Renderer(
+                self.tokenizer,
+                response_template=template,
+                stop_ids=stop_ids,
+                template_kwargs=asked,
+            )
+        return self._variants[name]
 
     def normalize(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages as templates expect them: text contents, tool arguments as values."""
@@ -164,7 +216,9 @@ class Renderer:
         return self.decode_raw([token_id]).encode() if token else b""
 
     def _written(self, messages: list[Message], **settings: Any) -> str:
-        return self.tokenizer.apply_chat_template(messages, tokenize=False, **settings)
+        return self.tokenizer.apply_chat_template(
+            messages, tokenize=False, **settings, **self.template_kwargs
+        )
 
     def _probe_turns(self) -> tuple[str, str]:
         """Render a dummy conversation to find what opens and closes an assistant's turn.

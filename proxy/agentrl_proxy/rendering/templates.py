@@ -7,6 +7,7 @@ DeepSeek follow the chat templates that their authors publish.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 Template = dict[str, Any]
@@ -102,3 +103,25 @@ def response_template(chat_template: str) -> Template:
     """Return the response template of a chat template's family; QWEN for unknown ones."""
     found = (one for marks, one in _MARKS if all(mark in chat_template for mark in marks))
     return next(found, QWEN)
+
+
+THINKING_SWITCHES = ("enable_thinking", "thinking")
+"""Names of the variable that turns thinking on and off."""
+_STATEMENT = re.compile(r"\{[{%].*?[%}]\}", re.DOTALL)
+_OPTIONAL = re.compile(r"(?<![\w.'\"])([A-Za-z_]\w*)\s*(?:is\s+(?:not\s+)?defined|\|\s*default)\b")
+_GIVEN = {
+    "messages", "tools", "documents", "add_generation_prompt", "continue_final_message",
+    "bos_token", "eos_token", "pad_token", "unk_token", "strftime_now", "raise_exception",
+}  # fmt: skip
+
+
+def switches(chat_template: str) -> frozenset[str]:
+    """Return the optional variables of a chat template, which a request may set."""
+    code = "".join(_STATEMENT.findall(chat_template))
+    found = set(_OPTIONAL.findall(code))
+    for name in (*THINKING_SWITCHES, "reasoning_effort"):
+        if re.search(rf"(?<![\w.'\"]){name}(?![\w'\"])", code) and not re.search(
+            rf"\b(set|for)\s+{name}\b", code
+        ):
+            found.add(name)
+    return frozenset(found - _GIVEN)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from itertools import pairwise
 from typing import Any
@@ -16,6 +17,7 @@ from agentrl_proxy.rendering.continuity import (
     Branch,
     ConversationKey,
     Conversations,
+    Prompt,
     Said,
     remember_reply,
     render_prompt,
@@ -109,6 +111,79 @@ def test_changed_history_branches(gateway: Running, change: str, why: str) -> No
     assert gateway.stats["branched"] == Counter(["first_call", why])
 
 
+NAMED = "{{ m.name or m.role }}"
+
+
+def template(role: str = "{{ m.role }}", content: str = "{{ m.content }}") -> str:
+    return (
+        "{%- for m in messages -%}<|im_start|>" + role + "\n" + content + "<|im_end|>\n"
+        "{% endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant\n{%- endif -%}"
+    )
+
+
+def with_template(tokenizer: Any, source: str) -> Renderer:
+    made = copy.deepcopy(tokenizer)
+    made.chat_template = source
+    return Renderer(made)
+
+
+def two_turns(renderer: Renderer, said: str, **changed: Any) -> Prompt:
+    """The prompt after a reply that came back with changes of the agent."""
+    known, asked = Conversations(), [{"role": "user", "content": "Hello", "name": "ann"}]
+    prompt = render_prompt(renderer, known, asked, None, None)
+    reply = {"role": "assistant", "content": said}
+    ids = one_by_one(renderer, said)
+    remember_reply(renderer, known, prompt, reply, ids, said, cut=False)
+    more = [*asked, reply | changed, {"role": "user", "content": "?"}]
+    after = render_prompt(renderer, known, more, None, None)
+    if after.continues is not None:
+        assert after.ids[: len(prompt.ids) + len(ids)] == prompt.ids + ids
+    else:
+        assert after.ids == renderer.render(more)
+    return after
+
+
+@pytest.mark.parametrize(
+    ("source", "said", "changed", "continues"),
+    [
+        # Named agents of LangGraph, agent-framework and semantic-kernel.
+        (template(), "One.", {"name": "planner"}, True),
+        (template(NAMED), "One.", {"name": "planner"}, False),
+        (template(), "One.", {"refusal": None, "audio": None, "annotations": [], "x": 1}, True),
+        (template(), "One.", {"content": [{"type": "text", "text": "One."}]}, True),
+        # CrewAI and others strip replies.
+        (template(), " One.\n", {"content": "One."}, False),
+        (template(content="{{ m.content | trim }}"), " One.\n", {"content": "One."}, True),
+        (template(content="{{ m.content | trim }}"), "One.", {"content": "Two."}, False),
+    ],
+)
+def test_messages_are_compared_as_the_template_writes_them(
+    tokenizer: Any, source: str, said: str, changed: dict[str, Any], continues: bool
+) -> None:
+    after = two_turns(with_template(tokenizer, source), said, **changed)
+    assert (after.continues is not None) == continues
+    assert after.branched == (None if continues else Branch.HISTORY_EDITED)
+
+
+def test_named_agents_continue_with_tools_and_ids_of_their_own(gateway: Running) -> None:
+    messages: list[Any] = [SYSTEM, {"role": "user", "content": "Where is Köln?", "name": "user"}]
+    with client(gateway) as api:
+        for turn in range(4):
+            answer = converse(gateway, api, messages, ODD_CALL if turn % 2 else f"Turn {turn}.")
+            messages.append(echo(answer) | {"name": "planner"})
+            if answer.tool_calls:
+                messages.append({"role": "tool", "tool_call_id": "", "content": "50.9 N"})
+            else:
+                messages.append({"role": "user", "content": f"And {turn}?", "name": "user"})
+            for i, message in enumerate(messages):  # other ids at every request
+                if message["role"] == "tool":
+                    messages[i] = {**message, "tool_call_id": f"call-{turn}-{i}"}
+    calls = gateway.calls(gateway.claims[0])
+    for earlier, later in pairwise(calls):
+        assert extends(later, earlier)
+    assert gateway.stats["branched"] == {"first_call": 1}
+
+
 def test_an_edit_falls_back_to_the_last_common_turn(gateway: Running) -> None:
     asked = {"role": "user", "content": "Hello"}
     with client(gateway) as api:
@@ -163,16 +238,13 @@ def test_each_choice_can_be_continued(gateway: Running) -> None:
 
 def test_a_template_that_rewrites_history_is_respected(tokenizer: Any) -> None:
     """Thinking of earlier turns is dropped by Qwen3's template: then the prompt is rendered."""
-    import copy
-
-    forgetful = copy.deepcopy(tokenizer)
-    forgetful.chat_template = (
+    renderer = with_template(
+        tokenizer,
         "{%- for m in messages -%}<|im_start|>{{ m.role }}\n"
         "{%- if m.reasoning_content and loop.last -%}<think>{{ m.reasoning_content }}</think>"
         "{%- endif -%}{{ m.content }}<|im_end|>\n{% endfor -%}"
-        "{%- if add_generation_prompt -%}<|im_start|>assistant\n{%- endif -%}"
+        "{%- if add_generation_prompt -%}<|im_start|>assistant\n{%- endif -%}",
     )
-    renderer = Renderer(forgetful)
     asked: list[Any] = [{"role": "user", "content": "Hello"}]
     for reasoning, continued in ((None, True), ("Hm.", False)):
         known = Conversations()
@@ -181,11 +253,12 @@ def test_a_template_that_rewrites_history_is_respected(tokenizer: Any) -> None:
         thought = f"<think>{reasoning}</think>" if reasoning else ""
         ids = renderer.encode(f"{thought}Hi<|im_end|>")
         remember_reply(renderer, known, prompt, reply, ids, "Hi", cut=False)
-        more = [*asked, reply, {"role": "user", "content": "?"}]
-        after = render_prompt(renderer, known, more, None, None)
-        assert (after.continues is not None) == continued
-        assert after.branched == (None if continued else Branch.THINKING_STRIPPED)
-        assert after.ids == renderer.render(more)
+        for sent in (reply, {"role": "assistant", "content": "Hi"}):  # agents may drop thoughts
+            more = [*asked, sent, {"role": "user", "content": "?"}]
+            after = render_prompt(renderer, known, more, None, None)
+            assert (after.continues is not None) == continued
+            assert after.branched == (None if continued else Branch.THINKING_STRIPPED)
+            assert after.ids == renderer.render(more)
 
 
 def test_turns_hold_their_tokens_once() -> None:
