@@ -110,6 +110,7 @@ class GatewayStats:
     cancelled: int = 0
     failed: int = 0
     late: int = 0  # 409: the attempt was sealed while sampling
+    undelivered: int = 0  # answers of rollouts that did not reach their client
     replayed: int = 0  # client retries answered with a replayed answer
     continued: int = 0  # prompts that kept the exact tokens of an earlier call
     rendered: int = 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from importlib import metadata
@@ -167,7 +167,15 @@ class Handlers:
     async def traces(self, request: Request) -> Response:
         attempt, headers, body = await self._received(request, may_be_sealed=True)
         content_type = headers.get("content-type", "")
-        return await otlp_ingest.traces(self.deps.writer, attempt, body, content_type)
+        return await otlp_ingest.traces(
+            self.deps.writer, attempt, body, content_type, self._note_given_up
+        )
+
+    async def _note_given_up(self, attempt: AttemptRef, request_ids: Sequence[str]) -> None:
+        """Record that the agent's process did not get the answers to these requests."""
+        self.attempts.of(attempt).given_up.update(request_ids)
+        mark = self.deps.store.mark_undelivered
+        await asyncio.to_thread(mark, attempt.attempt_id, request_ids)
 
     async def rewards(self, request: Request) -> Response:
         attempt, headers, body = await self._received(request, may_be_sealed=True)

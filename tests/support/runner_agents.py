@@ -133,3 +133,24 @@ def stores(task):
     with open(task["file"], "a") as file:
         file.write(_stored[-1] + "\n")
     return len(_stored)
+def floods(task):
+    """Prints megabytes, from Python and from a command; then does what the task says."""
+    line = "x" * 99
+    print("the first line")  # noqa: T201
+    for _ in range(task["mib"]):
+        print("\n".join([line] * 10_486))  # noqa: T201
+    subprocess.run(["sh", "-c", "echo said by a command"], check=True)
+    print("the last line")  # noqa: T201
+    return globals()[task["then"]](task)
+
+
+async def shares_a_process(task):
+    await asyncio.sleep(task["seconds"])
+    if task["kills"]:
+        os._exit(7)
+    return 1.0
+
+
+def kills_its_worker(task):
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(100)

@@ -11,6 +11,9 @@ NOTE_NAME = "agentrl.note.name"
 NOTE_DATA = "agentrl.note.data"  # JSON
 UNFINISHED = "agentrl.unfinished"  # the rollout ended before the span did
 
+UNDELIVERED_SPAN = "agentrl.undelivered"  # a model call raised in the agent, or was canceled
+REQUEST_ID = "agentrl.request.id"
+
 EVALUATION_NAME = "gen_ai.evaluation.name"
 EVALUATION_VALUE = "gen_ai.evaluation.score.value"
 EVALUATION_EXPLANATION = "gen_ai.evaluation.explanation"
@@ -21,5 +24,7 @@ OUTPUT = "agentrl.output"  # on the root span: what the agent's function returne
 
 ROLLOUT_HEADER = "x-agentrl-rollout"
 """The attempt's key. It identifies the caller where rollouts share a base URL and an API key."""
+REQUEST_HEADER = "x-agentrl-request"
+"""An id of the request, by which the agent's process reports that it did not get the answer."""
 AGENT_HEADER = "x-agentrl-agent"
 """The agent (role) that makes the call, as percent-encoded UTF-8."""

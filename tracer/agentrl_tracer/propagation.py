@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import secrets
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, MutableMapping
@@ -25,7 +26,8 @@ from opentelemetry import trace
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from agentrl_tracer.context import RolloutContext, chosen, current_rollout
-from agentrl_tracer.conventions import AGENT_HEADER, ROLLOUT_HEADER
+from agentrl_tracer.conventions import AGENT_HEADER, REQUEST_HEADER, ROLLOUT_HEADER
+from agentrl_tracer.delivery import GivenUp, report_of, watch_read, watch_send
 from agentrl_tracer.import_hooks import on_import
 
 logger = logging.getLogger("agentrl")
@@ -142,7 +144,7 @@ _MAX_NAME_LENGTH = 200
 Mark = Callable[[str, MutableMapping[str, str]], str | None]
 
 
-def mark_requests(agent_name: Callable[[], str | None]) -> None:
+def mark_requests(agent_name: Callable[[], str | None], given_up: GivenUp) -> None:
     """Mark requests to the gateway with the rollout, agent and span that make them.
 
     Patches public entry points of httpx, httpx2, requests and aiohttp, imported now or later. Call
@@ -150,12 +152,13 @@ def mark_requests(agent_name: Callable[[], str | None]) -> None:
 
     Args:
         agent_name: returns the name of the agent that the current span works for.
+        given_up: is told of requests whose answers did not come through.
     """
     mark = partial(mark_request, agent_name)
     for module in ("httpx", "httpx2"):
-        on_import(module, partial(_patch_send, mark, ("Client", "AsyncClient")))
-    on_import("requests", partial(_patch_send, mark, ("Session",)))
-    on_import("aiohttp", partial(_patch_aiohttp, mark))
+        on_import(module, partial(_patch_send, mark, given_up, ("Client", "AsyncClient")))
+    on_import("requests", partial(_patch_send, mark, given_up, ("Session",)))
+    on_import("aiohttp", partial(_patch_aiohttp, mark, given_up))
 
 
 def mark_request(
@@ -174,7 +177,7 @@ def mark_request(
             return None
         if ROLLOUT_HEADER in headers:
             return None
-        ours = {ROLLOUT_HEADER: rollout.key}
+        ours = {ROLLOUT_HEADER: rollout.key, REQUEST_HEADER: secrets.token_hex(8)}
         TraceContextTextMapPropagator().inject(ours)
         agent = agent_name()
         if agent is not None:
@@ -206,27 +209,40 @@ def _authority(url: str) -> tuple[str, int]:
     return ("127.0.0.1" if host in _LOOPBACK else host), port
 
 
-def _patch_send(mark: Mark, clients: tuple[str, ...], module: ModuleType) -> None:
+def _patch_send(
+    mark: Mark, given_up: GivenUp, clients: tuple[str, ...], module: ModuleType
+) -> None:
     def send(wrapped: Any, _client: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         request = args[0] if args else kwargs["request"]
         moved = mark(str(request.url), request.headers)
         if moved is not None:
             request.url = type(request.url)(moved)
-        return wrapped(*args, **kwargs)
+        return watch_send(given_up, module, request.headers, partial(wrapped, *args, **kwargs))
 
     for client in clients:
         wrapt.wrap_function_wrapper(module, f"{client}.send", send)
 
 
-def _patch_aiohttp(mark: Mark, module: ModuleType) -> None:
+def _patch_aiohttp(mark: Mark, given_up: GivenUp, module: ModuleType) -> None:
     """Add headers only: aiohttp offers no way to move a request to another URL."""
 
     async def on_request_start(_session: Any, _context: Any, params: Any) -> None:
         mark(str(params.url), params.headers)
 
+    async def on_request_exception(_session: Any, _context: Any, params: Any) -> None:
+        if report := report_of(given_up, params.headers):
+            report()
+
+    def read(wrapped: Any, response: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        report = report_of(given_up, response.request_info.headers)
+        reading = wrapped(*args, **kwargs)
+        return reading if report is None else watch_read(reading, report)
+
     def init(wrapped: Any, _session: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         ours = module.TraceConfig()
         ours.on_request_start.append(on_request_start)
+        ours.on_request_exception.append(on_request_exception)
         wrapped(*args, **kwargs | {"trace_configs": [*(kwargs.get("trace_configs") or ()), ours]})
 
     wrapt.wrap_function_wrapper(module, "ClientSession.__init__", init)
+    wrapt.wrap_function_wrapper(module, "ClientResponse.read", read)

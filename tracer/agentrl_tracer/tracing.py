@@ -25,7 +25,14 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from agentrl_tracer.context import RolloutContext, chosen, current_rollout, rollout_in
-from agentrl_tracer.conventions import AGENT_NAME, REWARD_SPAN, ROLLOUT_HEADER, UNFINISHED
+from agentrl_tracer.conventions import (
+    AGENT_NAME,
+    REQUEST_ID,
+    REWARD_SPAN,
+    ROLLOUT_HEADER,
+    UNDELIVERED_SPAN,
+    UNFINISHED,
+)
 from agentrl_tracer.instrumentation.crewai import flush_events
 from agentrl_tracer.instrumentation.registry import instrument_frameworks
 from agentrl_tracer.propagation import (
@@ -60,8 +67,22 @@ def _install_patches() -> None:
     """Patch HTTP clients, threads, subprocesses and frameworks, once per process."""
     carry_into_threads()
     carry_into_subprocesses(flush)
-    mark_requests(lambda: _active.agent_name() if _active is not None else None)
+    mark_requests(lambda: _active.agent_name() if _active is not None else None, _report_given_up)
     instrument_frameworks(lambda: _active.parent() if _active is not None else None)
+
+
+def _report_given_up(rollout: RolloutContext, request_id: str) -> None:
+    """Say in a span that a request's answer did not come through."""
+    if (router := _active) is None:
+        return
+    attempt = router.attempt(rollout)
+    # A call that is closed late, by garbage collection, may not be of the current rollout.
+    late = attempt.root is not None and current_rollout() != rollout
+    under = trace.set_span_in_context(trace.NonRecordingSpan(attempt.root)) if late else None
+    span = router.tracer.start_span(
+        UNDELIVERED_SPAN, under or router.parent(), attributes={REQUEST_ID: request_id}
+    )
+    span.end()
 
 
 @contextmanager

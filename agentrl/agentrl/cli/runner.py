@@ -68,6 +68,7 @@ def runner_config(settings: JoinConfig, run: dict[str, Any]) -> RunnerConfig:
         timeout_s=settings.rollouts.timeout or ours["timeout"],
         lease_s=ours["lease"],
         rollouts_per_process=ours["rollouts_per_process"],
+        log_bytes=ours["log_mib"] << 20,
         concurrency=settings.rollouts.concurrency or ours["concurrency"],
         python=settings.agent.python,  # of this machine
         # Keys that agents on the trainer's machine would inherit.

@@ -111,6 +111,8 @@ class RunnerSettings(Table):
     """When an attempt emits no reward: retry, drop it, or assign a reward."""
     max_attempts: Count = 3
     """Attempts per rollout, the first included."""
+    log_mib: Annotated[int, Field(ge=1, le=65536)] = 4
+    """MiB of output that an attempt's log keeps: its beginning and its end."""
     max_calls_per_rollout: Count | None = None
     """Model calls that one attempt may make; by default no limit."""
     max_tokens_per_rollout: Count | None = None

@@ -161,8 +161,20 @@ class LoadedAgent:
     run_async: Callable[[Json], Awaitable[Any]] | None = None
 
 
-def load_agent(spec: str) -> LoadedAgent:
+async def awaited(awaitable: Awaitable[Any]) -> Any:
+    return await awaitable
+
+
+def run_once(awaitable: Awaitable[Any]) -> Any:
+    """Wait for an awaitable on an event loop of its own."""
+    return asyncio.run(awaited(awaitable))
+
+
+def load_agent(spec: str, wait: Callable[[Awaitable[Any]], Any] = run_once) -> LoadedAgent:
     """Import the user's module (a command needs none) and wrap what the spec names.
+
+    Args:
+        wait: runs what an async agent returned to its end, in ``LoadedAgent.run``.
 
     Raises:
         AgentSpecError: the module has no such thing, or it cannot be called with a task.
@@ -188,7 +200,7 @@ def load_agent(spec: str) -> LoadedAgent:
 
     def run(task: Json) -> Any:
         result = call(task)
-        return asyncio.run(_wait_for(result)) if inspect.isawaitable(result) else result
+        return wait(result) if inspect.isawaitable(result) else result
 
     return LoadedAgent(parsed.attribute, run, call_async)
 
@@ -246,10 +258,6 @@ def _takes_task(function: Callable[..., Any]) -> bool:
     if first is not None and (first.default is first.empty or first.name == "task"):
         return True
     return any(p.kind is p.VAR_POSITIONAL for p in parameters)
-
-
-async def _wait_for(awaitable: Any) -> Any:
-    return await awaitable
 
 
 def _run_command(argv: Sequence[str], task: Json) -> None:

@@ -57,6 +57,9 @@ class _Slot:
     index: int
     child: ForkedChild | None = None
     due: float = 0.0
+    running: dict[str, str] = field(default_factory=dict[str, str])
+    """The rollouts of the worker's attempts, by attempt. If it dies, the next worker ends them."""
+    code: int = 0  # of the last worker
     backoff: Backoff = field(default_factory=Backoff)
 
 
@@ -93,7 +96,11 @@ class Pool:
             # The first worker goes ahead.
             for slot in self._slots[:1] if now < self._pioneer_until else self._slots:
                 if slot.child is None and now >= slot.due:
-                    self._fork(slot, partial(run_worker, self.config, slot.index))
+                    orphans = list(slot.running.items())
+                    run = partial(run_worker, self.config, slot.index, orphans, slot.code)
+                    self._fork(slot, run)
+                    if slot.child is not None:
+                        slot.running.clear()
             self._listen()
         self._stop_workers()
 
@@ -184,13 +191,15 @@ class Pool:
             if "modules" in message and self._lessons < _MOST_LESSONS:
                 self._learn(message["modules"])
             if "claimed" in message:  # the first attempt begins, or has begun
+                slot.running[message["claimed"]] = message["rollout"]
                 self._pioneer_until = min(self._pioneer_until, time.monotonic() + _PIONEER_S)
             if "ended" in message:
+                slot.running.pop(message["ended"], None)
                 self._pioneer_until = 0.0
         if child.alive:
             return
         code = child.kill()  # useless without its socket
-        slot.child, slot.due = None, time.monotonic()
+        slot.child, slot.code, slot.due = None, code, time.monotonic()
         if code != 0 and not self._stopping:
             delay = slot.backoff.after(slot.due - child.started)
             slot.due += delay

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agentrl_tracer.schemas import AttemptState, Claim
+from agentrl_tracer.schemas import AttemptState
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,7 @@ class RunnerConfig:
     lease_s: float  # a runner silent for this long counts as lost
     rollouts_per_process: int = 1  # attempts that a process may run in turn; 1: a fresh one each
     concurrency: int = 1  # attempts of an async agent that a process runs at a time
+    log_bytes: int = 4 << 20  # that an attempt's log may hold
     python: str | None = None  # another virtual environment's interpreter, which runs the agent
     withheld: list[str] = field(default_factory=list[str])
     """Variables that agents do not get: other models' keys."""
@@ -41,9 +42,13 @@ class RunnerConfig:
     def from_json(cls, text: str | bytes) -> RunnerConfig:
         return cls(**json.loads(text))
 
-    def log_of(self, claim: Claim) -> str:
+    def log_of(self, rollout_id: str, attempt_number: int) -> str:
         """Return the file that takes an attempt's standard output and error."""
-        return str(Path(self.logs) / f"{claim.rollout_id}-{claim.attempt_number}.log")
+        return str(Path(self.logs) / f"{rollout_id}-{attempt_number}.log")
+
+    def shared_log(self, pid: int) -> str:
+        """Return the file that takes what attempts that share a process write below Python."""
+        return str(Path(self.logs) / f"shared-{pid}.log")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import logging
 import os
 import select
@@ -21,19 +20,17 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from http.client import HTTPException
-from pathlib import Path
 from typing import NoReturn, ParamSpec, TypeVar
-from urllib.request import ProxyHandler, build_opener
 
-from sqlalchemy.engine import make_url
 from sqlalchemy.exc import SQLAlchemyError
 
 from agentrl.runner.agent_process.attempts import run_attempts
 from agentrl.runner.agent_process.environment import shared_owner, storage_folder
 from agentrl.runner.agent_process.external_python import become
+from agentrl.runner.attempt_log import AttemptLog
+from agentrl.runner.probes import GatewayProbe, QueueWatch
 from agentrl.runner.processes import ForkedChild, adopt_orphans, kill_children
 from agentrl.runner.protocol import AttemptEnding, RunnerConfig, send
 from agentrl_tracer.schemas import AttemptState, CallState, Claim
@@ -43,9 +40,10 @@ logger = logging.getLogger("agentrl.runner")
 
 _GRACE_S = 2.0  # between SIGTERM (or a cancellation) and SIGKILL
 _TICK_S = 0.25  # longest sleep: how late a stop, or a death without a closed pipe, may be noticed
+_FLOODED_S = 0.02  # longest sleep while an agent prints more than its log may hold
 _HEALTH_AGE_S = 1.0
-_GATEWAY_TIMEOUT_S = 5.0
-_LONGEST_SILENCE_S = 1.0  # of an idle worker whose store has not changed
+_DIED = "its process died"  # how the error begins of an attempt that may have caused it, or not
+_MOST_DEATHS = 3  # of one rollout; the last one, alone in its process, is the agent's failure
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -56,6 +54,9 @@ class _RunningAttempt:
     claim: Claim
     boot_id: str  # the gateway's, when the attempt began
     deadline: float  # when it is asked to end, or, once it was asked, killed
+    log: AttemptLog
+    alone: bool  # to run without others: its process died too often
+    begun: bool = False
     cause: AttemptEnding | None = None  # why it was asked to end
 
 
@@ -77,6 +78,8 @@ class Worker:
         self._attempts_left = 0  # that the process may still run
         self._storages: list[str] = []  # owners of what frameworks store in the process
         self._busy_with = ""  # the attempt that a shared process last named as running
+        self._shared_log: AttemptLog | None = None  # what is written below Python, by any attempt
+        self._flooded = False
         self._stopping = False
         self._retiring = False
         self._next_heartbeat = 0.0
@@ -90,6 +93,7 @@ class Worker:
             self._listen()
             self._take_reports()
             self._check_deadlines()
+            self._trim_logs()
             self._keep_leases()
         self._end_process()
 
@@ -99,24 +103,40 @@ class Worker:
     def _start_attempts(self) -> None:
         config, lease_s = self._config, self._config.lease_s
         while len(self._running) < config.concurrency and not (self._stopping or self._retiring):
+            if any(running.alone for running in self._running.values()):
+                break
             # Cheap checks first: may the queue hold a rollout, and is the gateway well?
             if not self._queue.due() or (boot_id := self._gateway.boot_id(_HEALTH_AGE_S)) is None:
-                return
+                break
             claim = self._try_store(self._store.claim, self._name, lease_s, config.run_id)
             if claim is None:
-                return
+                break
             self._queue.found()
-            self._tell_pool({"claimed": True})
-            running = _RunningAttempt(claim, boot_id, time.monotonic() + config.timeout_s)
+            self._tell_pool({"claimed": claim.attempt_id, "rollout": claim.rollout_id})
+            path = config.log_of(claim.rollout_id, claim.attempt_number)
+            log = AttemptLog(path, config.log_bytes)
+            often = config.concurrency > 1 and claim.attempt_number >= _MOST_DEATHS
+            alone = often and self._deaths(claim.rollout_id) >= _MOST_DEATHS - 1
+            running = _RunningAttempt(claim, boot_id, float("inf"), log, alone)
             self._running[claim.attempt_id] = running
             self._storages.append(claim.attempt_id)
-            try:
-                if self._process is None:
-                    self._process = self._fork()
-                self._process.send(asdict(claim))
-            except OSError as error:  # out of processes or descriptors
-                ending = AttemptEnding(AttemptState.INFRASTRUCTURE, f"could not start: {error}")
-                self._finish(running, ending)
+            if not alone:
+                self._begin(running)
+        if len(self._running) == 1:
+            [running] = self._running.values()
+            if not running.begun:  # the others have ended
+                self._end_process()
+                self._begin(running)
+
+    def _begin(self, running: _RunningAttempt) -> None:
+        running.begun, running.deadline = True, time.monotonic() + self._config.timeout_s
+        try:
+            if self._process is None:
+                self._process = self._fork()
+            self._process.send(asdict(running.claim))
+        except OSError as error:  # out of processes or descriptors
+            ending = AttemptEnding(AttemptState.INFRASTRUCTURE, f"could not start: {error}")
+            self._finish(running, ending)
 
     def _fork(self) -> ForkedChild:
         """Fork a process, in a group of its own, that runs the attempts whose claims it is sent."""
@@ -130,6 +150,8 @@ class Worker:
         process = ForkedChild(run, [self._control])
         self._attempts_left, self._busy_with = config.rollouts_per_process, ""
         self._storages.append(shared_owner(config, process.pid))
+        if config.concurrency > 1:
+            self._shared_log = AttemptLog(config.shared_log(process.pid), config.log_bytes)
         if config.python is not None:
             process.send(asdict(config))
         return process
@@ -138,6 +160,7 @@ class Worker:
         """Sleep until the agent or the pool says something, or something else is due."""
         full = len(self._running) == self._config.concurrency
         tick_s = _TICK_S if full or self._stopping else QueueWatch.TICK_S
+        tick_s = _FLOODED_S if self._flooded else tick_s
         soon = min((one.deadline for one in self._running.values()), default=float("inf"))
         timeout_s = min(tick_s, max(soon - time.monotonic(), 0.001))
         watched = [] if self._process is None else [self._process.socket]
@@ -166,7 +189,7 @@ class Worker:
 
     def _check_deadlines(self) -> None:
         now = time.monotonic()
-        for running in self._running.values():
+        for running in list(self._running.values()):
             if self._stopping:
                 self._cancel(running, AttemptState.INFRASTRUCTURE, "its runner was stopped")
             elif now >= running.deadline:
@@ -180,13 +203,19 @@ class Worker:
             culprit.cause = culprit.cause or AttemptEnding(AttemptState.TIMEOUT, blocked)
             self._process_died(culprit)
 
+    def _trim_logs(self) -> None:
+        logs = [running.log for running in self._running.values()]
+        if self._shared_log is not None:
+            logs.append(self._shared_log)
+        self._flooded = sum(log.trim() for log in logs) > 0  # not any(): each one is trimmed
+
     def _keep_leases(self) -> None:
         now = time.monotonic()
         if now < self._next_heartbeat:
             return
         self._next_heartbeat = now + self._config.lease_s / 3
         self._try_store(self._store.expire_leases)
-        for running in self._running.values():
+        for running in list(self._running.values()):
             attempt_id = running.claim.attempt_id
             beat = self._try_store(self._store.heartbeat, attempt_id, self._config.lease_s)
             if beat is False:
@@ -196,6 +225,9 @@ class Worker:
 
     def _cancel(self, running: _RunningAttempt, state: AttemptState, error: str) -> None:
         """Ask an attempt to end, once; soon it is killed."""
+        if not running.begun:
+            self._finish(running, AttemptEnding(state, error))
+            return
         if running.cause is not None or self._process is None:
             return
         running.cause, running.deadline = AttemptEnding(state, error), time.monotonic() + _GRACE_S
@@ -207,16 +239,39 @@ class Worker:
 
     def _process_died(self, culprit: _RunningAttempt | None = None) -> None:
         """End the process and its attempts: ``culprit``, if one made it be killed, and the rest."""
-        code, shared = self._end_process(), len(self._running) > 1
-        said = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
-        for running in list(self._running.values()):
-            if shared and running is not culprit:
-                error = f"the process that it shared with other rollouts {said}"
-                ending = AttemptEnding(AttemptState.INFRASTRUCTURE, error)
-            else:
+        said = _how_it_ended(self._end_process())
+        begun = [running for running in self._running.values() if running.begun]
+        for running in begun:
+            if len(begun) == 1 or running is culprit:
                 error = f"the agent's process {said}"
                 ending = running.cause or AttemptEnding(AttemptState.ERROR, error)
+            else:
+                blocked = "another rollout blocked the process that they shared"
+                error = blocked if culprit else f"{_DIED}: it {said}, and other rollouts shared it"
+                ending = AttemptEnding(AttemptState.INFRASTRUCTURE, error)
             self._finish(running, ending)
+
+    def end_orphans(self, orphans: Sequence[tuple[str, str]], code: int) -> None:
+        """End the attempts (with their rollouts) of this worker's predecessor, which has died."""
+        for attempt_id, rollout_id in orphans:
+            # A signal may have come from the agent; an exit code is a fault of the worker's own.
+            said = f"its runner, which {_how_it_ended(code)}"
+            error = f"{_DIED} with {said}" if code < 0 else f"it ended with {said}"
+            blamed = code < 0 and len(orphans) == 1 and self._deaths(rollout_id) >= _MOST_DEATHS - 1
+            state = AttemptState.ERROR if blamed else AttemptState.INFRASTRUCTURE
+            for attempt in self._try_store(self._store.attempts, [rollout_id]) or []:
+                if attempt.id == attempt_id:
+                    log = AttemptLog(
+                        self._config.log_of(rollout_id, attempt.number), self._config.log_bytes
+                    )
+                    self._try_store(
+                        self._store.end_attempt, attempt_id, state, error=error, log=log.close()
+                    )
+
+    def _deaths(self, rollout_id: str) -> int:
+        """Count the attempts of a rollout that ended with their process or worker."""
+        attempts = self._try_store(self._store.attempts, [rollout_id]) or []
+        return sum((attempt.error or "").startswith(_DIED) for attempt in attempts)
 
     def _end_process(self) -> int:
         """End the process, if there is one, and return its exit code."""
@@ -226,6 +281,9 @@ class Worker:
         for owner in self._storages:
             shutil.rmtree(storage_folder(owner), ignore_errors=True)
         self._storages.clear()
+        if self._shared_log is not None:
+            self._shared_log.close()
+            self._shared_log = None
         return code
 
     def _finish(self, running: _RunningAttempt, ending: AttemptEnding) -> None:
@@ -238,11 +296,7 @@ class Worker:
             else:  # everything was flushed before the report: SIGKILL loses nothing
                 self._end_process()
         del self._running[claim.attempt_id]
-        log = Path(self._config.log_of(claim))
-        with contextlib.suppress(OSError):
-            if not log.stat().st_size:
-                log.unlink()
-        log_path = str(log) if log.exists() else None
+        log_path = running.log.close()
         state, error = ending.state, ending.error
         if error is not None and (reason := self._fault_of_gateway(running, state)):
             state, error = AttemptState.INFRASTRUCTURE, f"{reason}; the agent: {error}"
@@ -254,7 +308,7 @@ class Worker:
             except (StoreError, SQLAlchemyError, OSError) as failure:
                 logger.warning("ending attempt %s: %s", claim.attempt_id, failure)
                 time.sleep(_TICK_S)
-        self._tell_pool({"ended": True, "modules": ending.modules})
+        self._tell_pool({"ended": claim.attempt_id, "modules": ending.modules})
 
     def _fault_of_gateway(self, running: _RunningAttempt, state: AttemptState) -> str | None:
         """Return how the gateway, not the agent, made an attempt fail; None: it did not."""
@@ -288,85 +342,34 @@ class Worker:
             return None
 
 
-class GatewayProbe:
-    """Asks the gateway's ``/healthz`` whether it is well, and which boot of it answers."""
-
-    def __init__(self, url: str) -> None:
-        self._url = f"{url}/healthz"
-        self._opener = build_opener(ProxyHandler({}))
-        self._known: tuple[float, str | None] = (float("-inf"), None)
-
-    def boot_id(self, max_age_s: float = 0.0) -> str | None:
-        """Return the id of a healthy gateway's boot and of its sampler's, which may restart alone.
-
-        Returns None when the gateway is unreachable or unwell.
-        """
-        asked, boot_id = self._known
-        if boot_id is None or time.monotonic() - asked > max_age_s:
-            try:
-                with self._opener.open(self._url, timeout=_GATEWAY_TIMEOUT_S) as answer:
-                    health = json.load(answer)
-                boot_id = f"{health['boot_id']}-{health['recoveries']}"
-            except (OSError, HTTPException, ValueError, KeyError, TypeError):
-                boot_id = None
-            self._known = (time.monotonic(), boot_id)
-        return boot_id
+def _how_it_ended(code: int) -> str:
+    return f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
 
 
-class QueueWatch:
-    """Tells when an idle worker should look at the queue again.
+def run_worker(
+    config: RunnerConfig,
+    index: int,
+    orphans: Sequence[tuple[str, str]],
+    code: int,
+    control: socket.socket,
+) -> NoReturn:
+    """Run a just forked worker process to its end.
 
-    A look costs a transaction. With SQLite one ``stat`` of the write-ahead log tells whether the
-    store has changed: an idle worker looks at once when it has, and hardly ever when not. Where
-    the store changes all the time, looks that find nothing become rarer.
+    Args:
+        orphans: attempts, with their rollouts, of the worker that died in this one's place.
+        code: how that worker ended.
     """
-
-    TICK_S = 0.05
-    _FIRST_S, _LONGEST_S = 0.02, 0.2
-
-    def __init__(self, store_url: str) -> None:
-        url = make_url(store_url)
-        sqlite = url.database if url.get_backend_name() == "sqlite" else None
-        self._files = [f"{sqlite}-wal", sqlite] if sqlite else []
-        self.found()
-
-    def due(self) -> bool:
-        """Tell whether to look now; the caller is expected to look at once."""
-        now, stamp = time.monotonic(), self._stamp()
-        # A write within the same tick of the file system's clock may leave no trace.
-        unchanged = stamp is not None and stamp == self._seen
-        if now - self._looked < (_LONGEST_SILENCE_S if unchanged else self._pause):
-            return False
-        # Taken before the look: what is written meanwhile counts as new.
-        self._looked, self._seen = now, stamp
-        self._pause = self._FIRST_S if unchanged else min(self._pause * 1.5, self._LONGEST_S)
-        return True
-
-    def found(self) -> None:
-        """Make the next look due at once, because the last one found a rollout."""
-        self._looked = float("-inf")
-        self._seen: object = None
-        self._pause = self._FIRST_S
-
-    def _stamp(self) -> object:
-        for file in self._files:
-            with contextlib.suppress(OSError):  # no log: everything is in the database itself
-                stat = os.stat(file)
-                return file, stat.st_mtime_ns, stat.st_size
-        return None
-
-
-def run_worker(config: RunnerConfig, index: int, control: socket.socket) -> NoReturn:
-    """Run a just forked worker process to its end."""
-    code = 1
+    failed = 1
     try:
         gc.freeze()
         adopt_orphans()
         # A store of its own, opened after the fork. Agent processes inherit its connection, but
         # never use it, and end without closing it.
-        Worker(config, Store(config.store, patience_s=0), index, control).run()
-        code = 0
+        worker = Worker(config, Store(config.store, patience_s=0), index, control)
+        worker.end_orphans(orphans, code)
+        worker.run()
+        failed = 0
     except BaseException:
         logger.exception("runner %d failed", index)
     finally:
-        os._exit(code)
+        os._exit(failed)

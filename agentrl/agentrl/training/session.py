@@ -148,7 +148,7 @@ class Session:
             agent=config.agent.entrypoint, model=self._asks_for, logs=str(self.folder.logs),
             runners=how.runners, timeout_s=how.timeout, lease_s=how.lease,
             concurrency=how.concurrency, rollouts_per_process=how.rollouts_per_process,
-            python=config.agent.python,
+            log_bytes=how.log_mib << 20, python=config.agent.python,
             withheld=secret_variables(config),
         )  # fmt: skip
         if config.rollouts.runners_on != "ray":

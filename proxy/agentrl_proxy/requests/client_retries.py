@@ -111,19 +111,21 @@ def _answer(request: ClientRequest, past: Sequence[PastCall]) -> Completion | No
 def _is_answered(request: ClientRequest, calls: Sequence[Call]) -> bool:
     """Whether the rows of a request are all of its answer. A provider may give fewer choices than
     requested; our own sampler (it alone reports prompt tokens) gives all of them."""
-    prompts = {
-        call.choice // request.parts[0].n for call in calls if call.state is CallState.COMPLETED
-    }
+    prompts = {call.choice // request.parts[0].n for call in calls if _is_whole(call)}
     return len(prompts) == len(request.parts) and all(
-        call.state is CallState.COMPLETED or (not call.prompt_ids and call.ended_at is not None)
-        for call in calls
+        _is_whole(call) or (not call.prompt_ids and call.ended_at is not None) for call in calls
     )
+
+
+def _is_whole(call: Call) -> bool:
+    """Whether it has its whole answer, delivered or not."""
+    return call.state is CallState.COMPLETED or "undelivered" in call.params
 
 
 def _completion(calls: Sequence[Call]) -> Completion:
     parts: dict[int, Completion] = {}  # by prompt
     for call in calls:
-        if call.state is CallState.COMPLETED and (said := call.response):
+        if _is_whole(call) and (said := call.response):
             empty = {**said, "choices": [], "usage": said["usage"] or {}}
             parts.setdefault(call.seq, empty)["choices"] += said["choices"]
     return chat_objects.together([*parts.values()])

@@ -20,7 +20,7 @@ from agentrl_proxy.requests import client_retries
 from agentrl_proxy.requests.attempts import AttemptMemory
 from agentrl_proxy.requests.client_retries import Completion
 from agentrl_proxy.requests.rate_limits import Admission
-from agentrl_proxy.requests.recording import agent_name, is_retry, latest_state
+from agentrl_proxy.requests.recording import agent_name, is_retry, latest_state, request_id
 from agentrl_proxy.server.sse import Write
 from agentrl_tracer.schemas import AttemptState, CallState, new_id
 
@@ -94,6 +94,9 @@ class ClientRequest:
         default_factory=asyncio.Future[Any], init=False
     )
     """Resolves once the answer is durable; None if the request failed."""
+    answered: str | None = field(default=None, init=False)  # the id of the answer that it got
+    replayed: bool = field(default=False, init=False)  # the answer is another request's
+    left: bool = field(default=False, init=False)  # the client left while the answer was recorded
     waiting: int = field(default=0, init=False)
     """Client retries that wait for the answer. While there are any, the request outlives its own
     client."""
@@ -121,15 +124,34 @@ class ClientRequest:
             if answer is None:
                 answer, last_chunks = await self._sample(write)
             else:
+                self.replayed = True
                 self.admission.stats.replayed += 1
                 last_chunks = [] if write is None else [*chat_objects.replayed(dialect, answer)]
         except ApiError as error:
             error.rename(dialect.names)
             raise
+        self.answered = answer["id"]
         if write is None:
             return dialect.whole(answer)
         await write(b"".join([*last_chunks, dialect.end(answer)]))
         return answer
+
+    async def note_delivery(self, *, delivered: bool) -> None:
+        """Record whether the client got the answer, unless the rows say so already."""
+        memory, store = self.memory, self.admission.deps.store
+        if memory is None or self.answered is None:
+            return
+        of = memory.attempt.attempt_id
+        mine = request_id(self.headers) or (new_id() if self.replayed else self.answered)
+        delivered = delivered and mine not in memory.given_up
+        try:
+            if not delivered:
+                self.admission.stats.undelivered += 1
+                await asyncio.to_thread(store.mark_undelivered, of, [mine])
+            elif self.replayed:
+                await asyncio.to_thread(store.mark_delivered, of, self.answered, mine)
+        except Exception:
+            log.exception("the store did not take whether %s was delivered", self.answered)
 
     async def take_turn(self, choices: int, prompt_tokens: int) -> tuple[int | None, int]:
         """Charge the attempt's budget for a part, and number it.
@@ -214,6 +236,9 @@ class ClientRequest:
                     for call, said in pairs:
                         self.service.answered(call, said)
                     durable = answer
+                if self.left:
+                    self.answered = answer["id"]
+                    await self.note_delivery(delivered=False)
                 return state
             finally:
                 client_retries.end(self, durable)
@@ -225,6 +250,7 @@ class ClientRequest:
             state = await asyncio.shield(commit)
         except asyncio.CancelledError:
             stats.cancelled += 1
+            self.left = True
             raise
         except Exception as error:
             stats.failed += 1

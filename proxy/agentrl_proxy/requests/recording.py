@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from agentrl_proxy.sampler import FinishEvent, TokenEvent
-from agentrl_tracer.conventions import AGENT_HEADER
+from agentrl_tracer.conventions import AGENT_HEADER, REQUEST_HEADER
 from agentrl_tracer.schemas import AttemptState, Call, CallState, SkipReason
 
 if TYPE_CHECKING:
     from agentrl_proxy.requests.lifecycle import ClientRequest
 
+_MAX_REQUEST_ID = 64
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}")
 
 
@@ -72,6 +73,8 @@ def open_calls(
     trace_id, span_id = trace_context(headers)
     if (key := headers.get("idempotency-key")) is not None:  # see client_retries.py
         params = {**params, "idempotency_key": key}
+    if (known_as := request_id(headers)) is not None:
+        params = {**params, "request_id": known_as}
     first = Call(
         id=f"{response_id}#{part.first_choice}" if part.first_choice else response_id,
         response_id=response_id,
@@ -149,6 +152,11 @@ def agent_name(headers: Mapping[str, str]) -> str | None:
     """Return the agent (role) that the request names as its sender."""
     name = headers.get(AGENT_HEADER)
     return None if name is None else unquote(name).replace("\0", "\ufffd")
+
+
+def request_id(headers: Mapping[str, str]) -> str | None:
+    """Return the id by which the tracer in the agent's process knows the request."""
+    return headers.get(REQUEST_HEADER, "")[:_MAX_REQUEST_ID] or None
 
 
 def is_retry(headers: Mapping[str, str]) -> bool:

@@ -8,16 +8,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from agentrl_proxy.errors import ApiError, internal_error
-
-if TYPE_CHECKING:
-    from agentrl_proxy.requests.lifecycle import ClientRequest
+from agentrl_proxy.server.delivery import is_delivered
 
 log = logging.getLogger("agentrl.proxy")
 
@@ -42,6 +40,28 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
     )
 
 
+class Dialect(Protocol):
+    def failed(self, error: ApiError) -> bytes:
+        """The last event of a stream that fails."""
+        ...
+
+
+class Work(Protocol):
+    """Makes an answer: ``requests.lifecycle.ClientRequest``."""
+
+    waiting: int
+    """Retries that wait for the answer."""
+
+    @property
+    def dialect(self) -> Dialect: ...
+
+    async def run(self, write: Write | None) -> Any: ...
+
+    async def note_delivery(self, *, delivered: bool) -> None:
+        """Take note of whether the client got the whole answer, which ``run`` returned."""
+        ...
+
+
 class WorkResponse(Response):
     """Runs work and sends its answer. The work is canceled when the client disconnects, unless a
     retry of it waits for the answer.
@@ -50,7 +70,7 @@ class WorkResponse(Response):
     the stream's last event.
     """
 
-    def __init__(self, work: ClientRequest, *, stream: bool) -> None:
+    def __init__(self, work: Work, *, stream: bool) -> None:
         # No super().__init__: there is no body to render.
         self._work = work
         self._stream = stream
@@ -92,6 +112,7 @@ class WorkResponse(Response):
                 headers = [length, (b"content-type", b"application/json")]
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
                 await send({"type": "http.response.body", "body": body})
+            await self._work.note_delivery(delivered=await is_delivered())
         finally:
             watcher.cancel()
             events.close()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import select
 import signal
 import socket
 from typing import Any, ClassVar, cast
@@ -16,11 +17,13 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from agentrl_proxy.dependencies import GatewayDependencies
+from agentrl_proxy.server.delivery import connection
 from agentrl_proxy.server.hosts import HostCheck
 
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 75
 _MAX_HELD_BYTES = 64 * 1024
+_PEER_CLOSED = getattr(select, "POLLRDHUP", 0)  # Linux only
 
 
 def bind(host: str, port: int, *, operator_key: str | None) -> socket.socket:
@@ -95,7 +98,8 @@ def server_of(app: FastAPI, listening: socket.socket) -> uvicorn.Server:
 
 
 class _Protocol(HttpToolsProtocol):
-    """uvicorn's protocol on a coalescing transport; disconnects clients that stop reading.
+    """uvicorn's protocol on a coalescing transport; disconnects clients that stop reading, and
+    tells ``delivery`` which answers were lost.
 
     Overrides methods of ``asyncio.Protocol`` only.
     """
@@ -105,7 +109,16 @@ class _Protocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport = cast(asyncio.Transport, transport)
-        super().connection_made(cast(asyncio.Transport, _CoalescingTransport(transport)))
+        self._ours = _CoalescingTransport(transport)
+        super().connection_made(cast(asyncio.Transport, self._ours))
+
+    def data_received(self, data: bytes) -> None:
+        connection.set(self._ours)  # the request's task inherits it
+        super().data_received(data)
+
+    def eof_received(self) -> None:
+        self._ours.lost |= self._ours.unwritten
+        super().eof_received()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -117,6 +130,7 @@ class _Protocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_stall()
+        self._ours.lost |= exc is not None or self._ours.unwritten
         super().connection_lost(exc)
 
     def _end_stall(self) -> None:
@@ -137,6 +151,7 @@ class _CoalescingTransport:
         self._loop = asyncio.get_running_loop()
         self._held: list[bytes] = []
         self._held_bytes = 0
+        self.lost = False  # see delivery.Connection
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
@@ -150,10 +165,32 @@ class _CoalescingTransport:
             self._flush()
 
     def close(self) -> None:
-        self._flush()
+        self.give()
         self._transport.close()
+
+    def abort(self) -> None:
+        self.lost |= self.unwritten
+        self._transport.abort()
+
+    @property
+    def unwritten(self) -> bool:
+        return bool(self._held or self._transport.get_write_buffer_size())
+
+    def give(self) -> None:
+        """See delivery.Connection."""
+        if self._held:
+            self.lost |= self._transport.is_closing() or self._is_closed_by_peer()
+            self._flush()
+
+    def _is_closed_by_peer(self) -> bool:
+        """Ask the kernel: the event loop hears of it a turn later."""
+        poll = select.poll()
+        poll.register(self._transport.get_extra_info("socket").fileno(), _PEER_CLOSED)
+        return bool(poll.poll(0))
 
     def _flush(self) -> None:
         held, self._held, self._held_bytes = self._held, [], 0
         if held and not self._transport.is_closing():
             self._transport.write(b"".join(held))
+        elif held:
+            self.lost = True

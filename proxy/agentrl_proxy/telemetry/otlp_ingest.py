@@ -6,7 +6,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from starlette.responses import Response
@@ -16,16 +16,27 @@ from agentrl_proxy.errors import ApiError, attempt_sealed, forbidden, invalid, u
 from agentrl_proxy.protocols.fields import read_object
 from agentrl_proxy.requests.recording import trace_context
 from agentrl_proxy.server.sse import json_response
-from agentrl_tracer.conventions import REWARD_NAME
+from agentrl_tracer.conventions import REQUEST_ID, REWARD_NAME, UNDELIVERED_SPAN
 from agentrl_tracer.schemas import AttemptRef, AttemptState, Reward, Span
 
 log = logging.getLogger("agentrl.proxy")
 
 
+GivenUp = Callable[[AttemptRef, Sequence[str]], Awaitable[None]]
+
+
 async def traces(
-    writer: TraceSink, attempt: AttemptRef | None, body: bytes, content_type: str
+    writer: TraceSink,
+    attempt: AttemptRef | None,
+    body: bytes,
+    content_type: str,
+    note_given_up: GivenUp,
 ) -> Response:
-    """Store an OTLP/HTTP export. Reward spans become rewards of the caller's attempt."""
+    """Store an OTLP/HTTP export. Reward spans become rewards of the caller's attempt.
+
+    Args:
+        note_given_up: takes the ids of requests that the agent's process has given up.
+    """
     from agentrl_tracer.otlp_codec import parse_traces, rewards_in
 
     kind = content_type.partition(";")[0].strip().lower()
@@ -41,6 +52,11 @@ async def traces(
         raise invalid(None, str(error), code="invalid_otlp") from None
     if spans:
         await _deliver(writer, attempt, spans, rewards)
+    given_up = [
+        str(span.attributes.get(REQUEST_ID)) for span in spans if span.name == UNDELIVERED_SPAN
+    ]
+    if attempt is not None and given_up:
+        await note_given_up(attempt, given_up)
     if kind == "application/json":
         return json_response({})
     return Response(b"", media_type="application/x-protobuf")  # an empty ExportTraceServiceResponse

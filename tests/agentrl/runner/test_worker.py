@@ -209,3 +209,44 @@ def test_many_rollouts_on_many_runners_each_in_its_own_process(harness: RunnerHa
     assert {a.state for a in attempts} == {AttemptState.SUCCEEDED}
     assert len({reward.value for reward in harness.store.rewards(ids)}) == 20
     assert len({a.runner for a in attempts}) >= 4
+
+
+@pytest.mark.parametrize("then", ["silent", "kills_itself"])
+def test_a_log_keeps_the_beginning_and_the_end_of_much_output(
+    harness: RunnerHarness, then: str
+) -> None:
+    limit = 1 << 20
+    harness.start_any(log_bytes=limit)
+    [attempt] = harness.each("floods", mib=64, then=then)
+    text = Path(attempt.log or "").read_text()
+    assert limit // 2 < len(text) <= limit
+    assert text.startswith("the first line\n" + "x" * 99)
+    assert text.endswith("x\nsaid by a command\nthe last line\n")
+    [said] = [line for line in text.splitlines() if line.startswith("[agentrl: ")]
+    cut = int(said.split()[1])
+    assert len(text) - len(said) - 2 + cut == 15 + 64 * 10_486 * 100 + 32
+
+
+def test_an_agent_that_kills_its_worker_is_blamed_the_third_time(harness: RunnerHarness) -> None:
+    harness.start("kills_its_worker", Policies(on_error="drop"), lease_s=60.0)
+    attempts = harness.finish(harness.enqueue(), 30)  # no lease is awaited
+    infrastructure, error = AttemptState.INFRASTRUCTURE, AttemptState.ERROR
+    assert [a.state for a in attempts] == [infrastructure, infrastructure, error]
+    assert "its runner, which was killed by signal 9" in (attempts[-1].error or "")
+
+
+def test_an_agent_that_kills_its_shared_process_is_blamed_alone(harness: RunnerHarness) -> None:
+    harness.start("shares_a_process", Policies(on_error=-1.0), concurrency=4)
+    killers = harness.enqueue({"seconds": 0.1, "kills": True}, 2)
+    others = harness.enqueue({"seconds": 0.3, "kills": False}, 6)
+    harness.finish(killers + others, 60)
+    for rollout_id in killers:
+        *before, last = harness.store.attempts([rollout_id])
+        assert {a.state for a in before} == {AttemptState.INFRASTRUCTURE}
+        assert len(before) >= 2
+        assert (last.state, last.error) == (
+            AttemptState.ERROR,
+            "the agent's process exited with code 7",
+        )
+    assert {r.value for r in harness.store.rewards(killers)} == {-1.0}
+    assert [r.value for r in harness.store.rewards(others)] == [1.0] * 6

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
@@ -23,7 +23,7 @@ from agentrl_tracer.schemas import (
 from agentrl_tracer.store import tables as t
 from agentrl_tracer.store.rewards import RewardStore
 from agentrl_tracer.store.statements import json_text
-from agentrl_tracer.store.verdicts import VerdictStore
+from agentrl_tracer.store.verdicts import UNJUDGED, VerdictStore
 
 _CALL_COLUMNS = [t.calls.c[name] for name in Call.__dataclass_fields__]
 # A verdict stands: a call judged while it was open keeps its verdict when it finishes.
@@ -151,6 +151,41 @@ class CallStore(VerdictStore, RewardStore):
         calls = [_call(row) for row in rows]
         later = [(row["seq"], row["prompt_ids"]) for row in self.db.fetch(_PROMPTS, attempt)]
         return [PastCall(call, any(_continues(call, *other) for other in later)) for call in calls]
+
+    def mark_undelivered(self, attempt_id: str, request_ids: Collection[str]) -> None:
+        """Cancel the attempt's completed calls whose requests did not get their answers."""
+
+        def undelivered(row: Any) -> Json | None:
+            if row.params.get("request_id", row.response_id) not in request_ids:
+                return None
+            done = row.state == CallState.COMPLETED
+            return {**row.params, "undelivered": True} if done else None
+
+        self._mark(attempt_id, CallState.CANCELLED, undelivered)
+
+    def mark_delivered(self, attempt_id: str, response_id: str, request_id: str) -> None:
+        """Assign an answer to the request that got it: a retry of the one that made it."""
+
+        def delivered(row: Any) -> Json | None:
+            done = row.state == CallState.COMPLETED or "undelivered" in row.params
+            if row.response_id != response_id or not done:
+                return None
+            kept = {name: value for name, value in row.params.items() if name != "undelivered"}
+            return {**kept, "request_id": request_id}
+
+        self._mark(attempt_id, CallState.COMPLETED, delivered)
+
+    def _mark(
+        self, attempt_id: str, state: CallState, new_params: Callable[[Any], Json | None]
+    ) -> None:
+        """Change calls without a verdict, where ``new_params`` returns any."""
+        columns = [t.calls.c[name] for name in ("id", "response_id", "state", "params")]
+        query = sa.select(*columns).where(_OF_ATTEMPT, UNJUDGED)
+        with self.db.write() as c:
+            for row in c.execute(query, {"attempt_id": attempt_id}).all():
+                if (params := new_params(row)) is not None:
+                    mine = t.calls.c.id == row.id
+                    c.execute(t.calls.update().where(mine).values(state=state, params=params))
 
     def calls(
         self,

@@ -1,5 +1,8 @@
 """Run attempts in an agent process, one after the other or several at a time.
 
+An async agent whose rollouts take turns in a process gets one event loop for all of them
+(``event_loop.py``).
+
 With ``--concurrency``, attempts of an async agent run as asyncio tasks. They share what the agent
 keeps at module level, and one that blocks the event loop blocks the others.
 ``agentrl_tracer.tracing`` tells their calls, spans and rewards apart; a context variable tells
@@ -41,7 +44,14 @@ from agentrl.runner.agent_process.environment import (
     shared_owner,
     storage_environment,
 )
-from agentrl.runner.agent_spec import CommandFailed, LoadedAgent, load_agent, parse_agent
+from agentrl.runner.agent_process.event_loop import KeptLoop
+from agentrl.runner.agent_spec import (
+    CommandFailed,
+    LoadedAgent,
+    load_agent,
+    parse_agent,
+    run_once,
+)
 from agentrl.runner.preload import third_party_modules
 from agentrl.runner.protocol import AttemptEnding, RunnerConfig, send
 from agentrl_tracer.conventions import OUTPUT
@@ -111,7 +121,7 @@ def _run_in_turn(config: RunnerConfig, worker_fd: int, known_modules: int | None
     _hear_worker(worker_fd, messages.put)
     while True:
         claim = Claim(**messages.get())
-        _redirect_output(config.log_of(claim))
+        _redirect_output(config.log_of(claim.rollout_id, claim.attempt_number))
         for stream in (sys.stdout, sys.stderr):  # a killed agent's last words must be in the log
             stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
         ending = run_attempt(config, claim)
@@ -181,7 +191,8 @@ async def _run_concurrently(config: RunnerConfig, worker_fd: int) -> None:
 
     async def run(claim: Claim) -> None:
         errors: list[str] = []
-        with open(config.log_of(claim), "a", buffering=1, encoding="utf-8") as log:  # noqa: ASYNC230
+        path = config.log_of(claim.rollout_id, claim.attempt_number)
+        with open(path, "a", buffering=1, encoding="utf-8") as log:  # noqa: ASYNC230
             _log.set(log)
             with attributed(attempt_environment(config, claim)) as attempt:
                 with _traced_agent(config, claim, errors) as agent:
@@ -199,7 +210,7 @@ async def _run_concurrently(config: RunnerConfig, worker_fd: int) -> None:
 
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # Takes what is written below Python, by any attempt.
-    _redirect_output(os.path.join(config.logs, f"shared-{os.getpid()}.log"))
+    _redirect_output(config.shared_log(os.getpid()))
     sys.stdout, sys.stderr = _RoutedOutput(sys.stdout), _RoutedOutput(sys.stderr)  # type: ignore[assignment]
     # A header names each call's rollout; a call without one is refused, not misattributed.
     os.environ.update(client_environment(config, config.gateway, "sk-shared-process"))
@@ -232,7 +243,7 @@ def run_attempt(config: RunnerConfig, claim: Claim) -> AttemptEnding:
 def _traced_agent(config: RunnerConfig, claim: Claim, errors: list[str]) -> Iterator[LoadedAgent]:
     """Load the agent and enter its root span; what is raised is printed, and goes to ``errors``."""
     try:
-        agent = _load_agent(config.agent)
+        agent = _load_agent(config.agent, config.rollouts_per_process > 1)
         attributes = {
             "gen_ai.operation.name": "invoke_workflow",
             "gen_ai.workflow.name": agent.name,
@@ -251,10 +262,10 @@ def _traced_agent(config: RunnerConfig, claim: Claim, errors: list[str]) -> Iter
 
 
 @cache  # loaded once for all attempts of a process
-def _load_agent(spec: str) -> LoadedAgent:
+def _load_agent(spec: str, keep_loop: bool) -> LoadedAgent:
     attempt = rollout_tracing()  # before the import: calls and threads are watched from then on
     assert attempt is not None
-    agent = load_agent(spec)
+    agent = load_agent(spec, KeptLoop().run if keep_loop else run_once)
     # After the import: a provider that the user's module sets is kept, and ours joins it.
     attempt.router.install_globally()
     return agent

@@ -92,3 +92,33 @@ def test_objects_are_fresh_and_blocking_agents_refused(
         assert {v for a in attempts for v in harness.values(a)} == {5.0}
     else:
         assert "is not async" in (attempts[0].error or "")
+
+
+TURNS = """
+import asyncio, time
+loops, tasks, jobs = [], [], []
+
+def job():
+    time.sleep(0.1)
+    jobs.append("done")
+
+async def run(task):
+    turns = len(loops)
+    assert [one.cancelled() for one in tasks] == [True] * turns, "a task outlived its rollout"
+    assert len(jobs) == turns, "a job outlived its rollout"
+    loops.append(asyncio.get_running_loop())
+    tasks.append(asyncio.create_task(asyncio.sleep(100)))
+    loops[-1].run_in_executor(None, job)
+    await asyncio.sleep(0)
+    return turns + len(set(map(id, loops))) / 10
+"""
+
+
+def test_rollouts_in_turn_have_one_event_loop_and_leave_nothing_on_it(
+    harness: RunnerHarness,
+) -> None:
+    harness.agents.write_text(TURNS)
+    harness.start("run", Policies(on_error="drop"), rollouts_per_process=3)
+    attempts = harness.finish(harness.enqueue(count=3))
+    assert [attempt.error for attempt in attempts] == [None] * 3
+    assert sorted(v for a in attempts for v in harness.values(a)) == [0.1, 1.1, 2.1]
