@@ -133,6 +133,8 @@ def stores(task):
     with open(task["file"], "a") as file:
         file.write(_stored[-1] + "\n")
     return len(_stored)
+
+
 def floods(task):
     """Prints megabytes, from Python and from a command; then does what the task says."""
     line = "x" * 99

@@ -9,8 +9,6 @@ import time
 from http.client import HTTPException
 from urllib.request import ProxyHandler, build_opener
 
-from sqlalchemy.engine import make_url
-
 _GATEWAY_TIMEOUT_S = 5.0
 _LONGEST_SILENCE_S = 1.0  # of an idle worker whose store has not changed
 
@@ -51,9 +49,8 @@ class QueueWatch:
     TICK_S = 0.05
     _FIRST_S, _LONGEST_S = 0.02, 0.2
 
-    def __init__(self, store_url: str) -> None:
-        url = make_url(store_url)
-        sqlite = url.database if url.get_backend_name() == "sqlite" else None
+    def __init__(self, sqlite: str) -> None:
+        """``sqlite``: the store's file; empty for a database server."""
         self._files = [f"{sqlite}-wal", sqlite] if sqlite else []
         self.found()
 

@@ -1,8 +1,8 @@
 """The process between the trainer and its pool, which alone holds the store.
 
 The pool and its workers fork into agents, which inherit their memory and descriptors: with a store
-of its own a worker would hand its password and its connection to every agent. So a worker asks here,
-over a socket that it closes in its agents.
+of its own a worker would hand its password and its connection to every agent. So a worker asks
+here, over a socket that its agents do not keep.
 """
 
 from __future__ import annotations
