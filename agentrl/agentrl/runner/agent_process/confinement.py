@@ -85,7 +85,7 @@ def sandbox_command(config: RunnerConfig) -> list[str]:
             command += ["--ro-bind-try", path, path]
     for path in map(os.path.realpath, config.hidden):
         if os.path.isdir(path):
-            command += ["--tmpfs", path]
+            command += ["--tmpfs", path, "--remount-ro", path]
     if config.store:
         for path in (config.store, f"{config.store}-wal", f"{config.store}-shm"):
             hidden = path.startswith(tuple(f"{folder}/" for folder in config.hidden))
