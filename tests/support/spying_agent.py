@@ -12,6 +12,11 @@ import time
 from pathlib import Path
 
 
+def read_byte(path):
+    with open(path, "rb") as file:
+        file.read(1)
+
+
 def spy(task):
     """Return what can be read of other processes, of the run's files, and in this process."""
     found = {"uid": os.getuid(), "read": [], "wrote": [], "memory": [], "open": [], "seen": []}
@@ -27,13 +32,13 @@ def spy(task):
         for name in ("environ", "mem", "maps", "fd"):
             path = f"/proc/{pid}/{name}"
             with contextlib.suppress(OSError):
-                os.listdir(path) if name == "fd" else Path(path).open("rb").read(1)
+                os.listdir(path) if name == "fd" else read_byte(path)
                 said = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
                 if "agentrl" in said or "spying" in said:
                     found["read"].append(f"{path} of {said}")
     for path in task["files"]:
         with contextlib.suppress(OSError):
-            Path(path).open("rb").read(1)
+            read_byte(path)
             found["read"].append(path)
         with contextlib.suppress(OSError):
             Path(path).open("ab").close()

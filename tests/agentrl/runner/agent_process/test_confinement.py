@@ -27,6 +27,7 @@ from agentrl.runner.pool_client import start_pool
 
 _STANDARD = {sysconfig.get_path("stdlib"), f"{sysconfig.get_path('stdlib')}/lib-dynload"}
 SPY = Path(__file__).parents[3] / "support/spying_agent.py"
+WRITTEN = Path("/tmp/written-by-an-agent")
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="no bubblewrap here")
 
@@ -43,7 +44,7 @@ def nobodys() -> Iterator[Path]:
 
 
 def _interpreter() -> str:
-    """Return an interpreter of this version that nobody may run; a user's own one may be private."""
+    """Return an interpreter of this version that the user nobody may run."""
     usual = f"python{sys.version_info[0]}.{sys.version_info[1]}"
     for python in (sys.executable, shutil.which(usual, path="/usr/local/bin:/usr/bin")):
         if python and all(part.stat().st_mode & 0o001 for part in Path(python).resolve().parents):
@@ -98,6 +99,7 @@ def test_agents_of_another_user_reach_no_file_either(nobodys: Path) -> None:
 
 @needs_bwrap
 def test_agents_in_a_sandbox_see_neither_processes_nor_the_run(nobodys: Path) -> None:
+    WRITTEN.unlink(missing_ok=True)
     for found in spied(nobodys, trainer="nobody", sandbox=True):
         assert found["uid"] != 0
         assert found["wrote"] == []
@@ -111,7 +113,7 @@ def test_an_agent_inherits_neither_password_nor_connection_of_the_store(
 ) -> None:
     secret = "correct-horse-battery-staple"
     scheme, rest = postgres.split("://")
-    user, separator, place = rest.rpartition("@")
+    user, _, place = rest.rpartition("@")
     store = f"{scheme}://{user.partition(':')[0] or 'postgres'}:{secret}@{place}"
     with contextlib.closing(RunnerHarness(tmp_path, store)) as harness:
         config = replace(harness.config("good"), agent=f"{SPY}:spy")
