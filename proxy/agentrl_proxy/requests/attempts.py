@@ -42,7 +42,7 @@ class AttemptMemory:
     requests: dict[bytes, IdenticalRequests] = field(default_factory=dict[bytes, Any])
     """By ClientRequest.key: those that run, or failed and were not retried."""
     given_up: set[str] = field(default_factory=set[str])
-    """Ids of requests that the agent's process has given up: they raised there, or were canceled."""
+    """Ids of requests that raised in the agent's process, or were canceled there."""
 
     async def take_seq(self, store: Store) -> int:
         """Return the next number in the order of acceptance; the store has the initial one."""

@@ -235,13 +235,12 @@ class ClientRequest:
                 if self.memory is None or state is AttemptState.RUNNING:
                     for call, said in pairs:
                         self.service.answered(call, said)
-                    durable = answer
-                if self.left:
-                    self.answered = answer["id"]
-                    await self.note_delivery(delivered=False)
+                    durable, self.answered = answer, answer["id"]
                 return state
             finally:
                 client_retries.end(self, durable)
+                if self.left:
+                    await self.note_delivery(delivered=False)
 
         commit = asyncio.create_task(record())
         self.commits.add(commit)

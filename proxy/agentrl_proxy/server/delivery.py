@@ -35,6 +35,6 @@ async def is_delivered() -> bool:
         return True
     mine.give()
     await asyncio.sleep(0)  # uvloop writes at the end of a turn
-    while not mine.lost and mine.get_write_buffer_size():
+    while not mine.lost and mine.get_write_buffer_size():  # noqa: ASYNC110 (slow clients only)
         await asyncio.sleep(_LOOK_S)
     return not mine.lost

@@ -92,6 +92,7 @@ class WorkResponse(Response):
         try:
             result = await self._work.run(events.write if self._stream else None)
         except asyncio.CancelledError:
+            await self._work.note_delivery(delivered=False)
             if not disconnected:  # the server is closing
                 raise
             request.uncancel()

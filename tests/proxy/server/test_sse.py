@@ -19,6 +19,7 @@ class Work:
     def __init__(self, events: list[bytes], error: Exception | None = None) -> None:
         self.events, self.error = events, error
         self.canceled = False
+        self.delivered: bool | None = None
         self.dialect = self
 
     async def run(self, write: Any) -> dict[str, Any]:
@@ -32,6 +33,9 @@ class Work:
             self.canceled = True
             raise
         return {}
+
+    async def note_delivery(self, *, delivered: bool) -> None:
+        self.delivered = delivered
 
     def failed(self, error: ApiError) -> bytes:
         return b"failed:" + (error.code or "").encode()
@@ -61,8 +65,9 @@ class Client:
 
 
 async def test_events_leave_in_order() -> None:
-    client = Client()
-    await client.request(Work([b"a", b"b", b"c"]))
+    client, work = Client(), Work([b"a", b"b", b"c"])
+    await client.request(work)
+    assert work.delivered
     assert (client.bodies, client.ended) == ([b"a", b"b", b"c", b""], True)
 
 
@@ -108,6 +113,7 @@ async def test_a_client_that_disconnects_cancels_the_work() -> None:
     client.gone.set()
     await request  # the request itself ends in peace
     assert work.canceled
+    assert work.delivered is False
     assert not client.ended
 
 

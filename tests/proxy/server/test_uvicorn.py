@@ -122,12 +122,35 @@ def test_clients_that_stop_reading_are_disconnected_and_leave_nothing(endless: R
 
 def test_an_answer_that_is_not_read_is_dropped(endless: Running) -> None:
     body = UNREAD | {"stream": False, "max_tokens": 3000}
+    claim = endless.claims[0]
     with connected(endless, receive_buffer=4096) as sock:
-        sock.sendall(request_bytes(body))
+        sock.sendall(request_bytes(body, f"/rollouts/{claim.rollout_id}{CHAT}", claim.key))
         wait_until(lambda: endless.stats["completed"] == 1)
         time.sleep(1.2)
         received = len(read_all(sock))
     assert 0 < received < 3000 * 1000
+    wait_until(lambda: endless.calls(claim)[0].state is CallState.CANCELLED)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_an_answer_is_delivered_to_a_client_that_has_not_closed_before(
+    gateway: Running, reads: bool
+) -> None:
+    """One that closes the connection with the last byte got it; one that closed before did not."""
+    claim, count = gateway.claims[0], 30
+    for number in range(count):
+        body = BODY | {"stream": reads and number % 2 == 0, "max_tokens": 1}
+        with connected(gateway) as sock:
+            sock.sendall(request_bytes(body, f"/rollouts/{claim.rollout_id}{CHAT}", claim.key))
+            if reads:
+                last = b"data: [DONE]" if body["stream"] else b"}"
+                while not (sock.recv(100_000)).rstrip().rstrip(b"0\r\n").endswith(last):
+                    pass
+    time.sleep(0.2)
+    wait_until(lambda: not gateway.stats["in_flight"])
+    states = [call.state for call in gateway.calls(claim)]
+    assert set(states) == {CallState.COMPLETED if reads else CallState.CANCELLED}
+    assert len(states) == count or not reads  # some were not even accepted
 
 
 SERVER = """

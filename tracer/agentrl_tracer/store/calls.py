@@ -23,7 +23,7 @@ from agentrl_tracer.schemas import (
 from agentrl_tracer.store import tables as t
 from agentrl_tracer.store.rewards import RewardStore
 from agentrl_tracer.store.statements import json_text
-from agentrl_tracer.store.verdicts import UNJUDGED, VerdictStore
+from agentrl_tracer.store.verdicts import VerdictStore
 
 _CALL_COLUMNS = [t.calls.c[name] for name in Call.__dataclass_fields__]
 # A verdict stands: a call judged while it was open keeps its verdict when it finishes.
@@ -178,9 +178,9 @@ class CallStore(VerdictStore, RewardStore):
     def _mark(
         self, attempt_id: str, state: CallState, new_params: Callable[[Any], Json | None]
     ) -> None:
-        """Change calls without a verdict, where ``new_params`` returns any."""
+        """Change calls that have not been trained on, where ``new_params`` returns any."""
         columns = [t.calls.c[name] for name in ("id", "response_id", "state", "params")]
-        query = sa.select(*columns).where(_OF_ATTEMPT, UNJUDGED)
+        query = sa.select(*columns).where(_OF_ATTEMPT, t.calls.c.trained_step.is_(None))
         with self.db.write() as c:
             for row in c.execute(query, {"attempt_id": attempt_id}).all():
                 if (params := new_params(row)) is not None:
