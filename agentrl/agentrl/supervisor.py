@@ -6,6 +6,7 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import signal
 import subprocess
 import threading
 import time
@@ -102,16 +103,21 @@ class SupervisedProcess:
         self._thread.start()
         return self
 
+    def let_end(self) -> None:
+        """Do not start the process again when it ends: the system may end all of ours at once."""
+        self._stopping.set()
+
     def begin_stop(self) -> None:
         """Send SIGTERM, without waiting for the end."""
         self._stopping.set()
-        self._process.terminate()
+        if hasattr(self, "_process"):  # else ``spawn`` was never called
+            self._process.terminate()
 
     def stop(self) -> None:
         """Send SIGTERM, then SIGKILL after ``grace_s`` seconds, and wait for the end."""
-        if not hasattr(self, "_process"):  # ``spawn`` was never called
-            return
         self.begin_stop()
+        if not hasattr(self, "_process"):
+            return
         if self._thread.ident is None:
             self.supervise()
         self._thread.join(self.grace_s)
@@ -200,6 +206,8 @@ def _wait(process: subprocess.Popen[bytes] | ForkProcess) -> int | None:
 def _run_forked(main: Callable[[], None], log: Path | None) -> None:
     """Give a fork what an executed child has: its own session, log file and logging."""
     os.setsid()
+    for number in (signal.SIGINT, signal.SIGTERM):  # their handlers are of the parent's command
+        signal.signal(number, signal.SIG_DFL)
     if log is not None:
         with open_private(log) as output:
             os.dup2(output.fileno(), 1)

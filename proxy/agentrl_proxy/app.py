@@ -134,7 +134,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     handlers: Handlers = app.state.gateway
     await asyncio.to_thread(_warm_up, handlers.deps.renderer)
     sweeper = asyncio.create_task(_sweep(handlers))
-    handlers.providers.start()
+    await handlers.providers.start()
     yield
     sweeper.cancel()
     await handlers.providers.close()
@@ -152,6 +152,7 @@ async def _sweep(handlers: Handlers) -> None:
 
 
 def _warm_up(renderer: Renderer) -> None:
-    """Import and compile what the first reply would otherwise wait for."""
+    """Import, compile and compute what the first requests would otherwise wait for."""
+    _ = renderer.longest_token
     for tools in (False, True):
         renderer.parser(tools=tools).finish("<")

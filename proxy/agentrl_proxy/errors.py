@@ -79,11 +79,14 @@ def model_not_found(model: str) -> ApiError:
     return ApiError(404, message, param="model", code="model_not_found")
 
 
-def context_length_exceeded(prompt_tokens: int, context_length: int, param: str) -> ApiError:
+def context_length_exceeded(
+    prompt_tokens: int, context_length: int, param: str, *, at_least: bool = False
+) -> ApiError:
+    """``at_least``: the prompt's tokens were not all counted."""
     return invalid(
         param,
-        f"the prompt is {prompt_tokens} tokens long; this model's context is {context_length} "
-        "tokens, and at least one must be left for the answer",
+        f"the prompt is {'at least ' * at_least}{prompt_tokens} tokens long; this model's context "
+        f"is {context_length} tokens, and at least one must be left for the answer",
         code="context_length_exceeded",
     )
 

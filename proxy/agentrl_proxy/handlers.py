@@ -18,8 +18,14 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from agentrl_proxy.dependencies import GatewayDependencies, GatewayStats
-from agentrl_proxy.errors import model_not_found, refused_by_sampler, unavailable
+from agentrl_proxy.dependencies import GatewayDependencies, GatewayStats, ProviderModel
+from agentrl_proxy.errors import (
+    ApiError,
+    body_too_large,
+    model_not_found,
+    refused_by_sampler,
+    unavailable,
+)
 from agentrl_proxy.generation.service import ChatService
 from agentrl_proxy.protocols import openapi, translation
 from agentrl_proxy.protocols.fields import check_body, read_object
@@ -27,6 +33,7 @@ from agentrl_proxy.protocols.messages import messages_as_chat
 from agentrl_proxy.protocols.models import ADAPTER, model_card, model_list
 from agentrl_proxy.protocols.responses import responses_as_chat
 from agentrl_proxy.providers.requests import (
+    Parts,
     Reader,
     chat_parts,
     completion_parts,
@@ -39,6 +46,7 @@ from agentrl_proxy.requests.lifecycle import ClientRequest
 from agentrl_proxy.requests.rate_limits import Admission
 from agentrl_proxy.requests.recording import agent_name
 from agentrl_proxy.sampler import RefusedError
+from agentrl_proxy.server.large_requests import LargeRequests, is_large
 from agentrl_proxy.server.request_body import BodyReader
 from agentrl_proxy.server.sse import WorkResponse, json_response
 from agentrl_proxy.telemetry import otlp_ingest
@@ -46,6 +54,11 @@ from agentrl_proxy.telemetry.otlp_export import ExportingSink
 from agentrl_tracer.schemas import AttemptRef, AttemptState
 
 log = logging.getLogger("agentrl.proxy")
+
+MAX_OWN_BYTES = 8 * 1024 * 1024
+"""Of a body for our own model, spans or rewards. Providers' models also take images."""
+_MAX_RECORDED_BYTES = MAX_OWN_BYTES  # each choice's row holds the request
+_COUNTED_CONTEXTS = 8  # a prompt is counted up to so many times the context length
 
 
 class Handlers:
@@ -59,9 +72,13 @@ class Handlers:
         self.stats = GatewayStats()
         self.attempts = AttemptMemories()
         self.credentials = Credentials(deps.store, deps.operator_key, self.stats)
-        self.bodies = BodyReader(deps.max_body_bytes, deps.limits, self.stats)
+        self.large = LargeRequests()
+        most = deps.max_body_bytes if deps.provider_models else MAX_OWN_BYTES
+        self.bodies = BodyReader(
+            min(most, deps.max_body_bytes), deps.limits, self.stats, self.large
+        )
         self.admission = Admission(deps, self.stats)
-        self.chat = ChatService(deps, self.stats)
+        self.chat = ChatService(deps, self.stats, self.large)
         self.providers = ProviderService(deps, self.stats)
 
     # --- about the gateway
@@ -121,24 +138,20 @@ class Handlers:
     async def count_tokens(self, request: Request) -> Response:
         """Count the prompt tokens of a Messages request. Nothing is sampled."""
         attempt, headers, body = await self._received(request)
-        raw = read_object(body)
-        await translation.load()
         as_chat = partial(messages_as_chat, counted=True)
-        [asked] = translated_parts(as_chat, raw, self.providers.model_of(raw))
+        raw, _, [asked] = await self._read(body, partial(translated_parts, as_chat))
         if isinstance(asked, ProviderRequest):
             return json_response({"input_tokens": await self.providers.count(asked)})
         adapter = self.chat.resolve_model(raw["model"], agent_name(headers))
         memory = None if attempt is None else self.attempts.of(attempt)
-        return json_response({"input_tokens": len(self.chat.render(asked, memory, adapter).ids)})
+        render = partial(self.chat.render, longest=_COUNTED_CONTEXTS)
+        prompt = await self.large.run(is_large(body), render, asked, memory, adapter)
+        return json_response({"input_tokens": len(prompt.ids)})
 
     async def _answer(self, request: Request, read: Reader) -> Response:
         """Answer with our own model or the provider's that the request names."""
         attempt, headers, body = await self._received(request)
-        raw = read_object(body)
-        if read is not chat_parts:
-            await translation.load()
-        provider = self.providers.model_of(raw)
-        parts = read(raw, provider)
+        raw, provider, parts = await self._read(body, read)
         work = ClientRequest(
             self.admission,
             self.chat if provider is None else self.providers,
@@ -148,11 +161,32 @@ class Handlers:
             body,
             headers,
             None if attempt is None else self.attempts.of(attempt),
+            is_large(body),
         )
         return WorkResponse(work, stream=bool(raw.get("stream")))
 
+    async def _read(
+        self, body: bytes, read: Reader
+    ) -> tuple[dict[str, Any], ProviderModel | None, Parts]:
+        """Check a body. Return it parsed, the provider's model that it names, and its parts."""
+        large = is_large(body)
+        raw = await self.large.run(large, read_object, body)
+        provider = self.providers.model_of(raw)
+        if provider is not None:
+            await translation.load()
+        elif len(body) > MAX_OWN_BYTES:
+            raise body_too_large(MAX_OWN_BYTES)
+        parts = await self.large.run(large, read, raw, provider)
+        if len(body) * len(parts) * parts[0].n > _MAX_RECORDED_BYTES:
+            message = (
+                f"the body times its choices is more than {_MAX_RECORDED_BYTES} bytes, which would "
+                "be recorded; ask for fewer choices, or send several requests"
+            )
+            raise ApiError(413, message, param="n", code="body_too_large")
+        return raw, provider, parts
+
     async def _received(
-        self, request: Request, *, may_be_sealed: bool = False
+        self, request: Request, max_bytes: int | None = None, *, may_be_sealed: bool = False
     ) -> tuple[AttemptRef | None, Mapping[str, str], bytes]:
         """Check a request's key and read its body. Return its attempt, headers and body."""
         # A look-up in starlette's headers goes through all of them; the first of a name counts.
@@ -160,15 +194,14 @@ class Handlers:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in pairs}
         rollout_id = request.path_params.get("rollout_id")
         attempt = await self.credentials.caller(headers, rollout_id, may_be_sealed=may_be_sealed)
-        return attempt, headers, await self.bodies.read(request.receive, headers)
+        return attempt, headers, await self.bodies.read(request.receive, headers, max_bytes)
 
     # --- spans, rewards, adapters
 
     async def traces(self, request: Request) -> Response:
-        attempt, headers, body = await self._received(request, may_be_sealed=True)
-        content_type = headers.get("content-type", "")
+        attempt, headers, body = await self._received(request, MAX_OWN_BYTES, may_be_sealed=True)
         return await otlp_ingest.traces(
-            self.deps.writer, attempt, body, content_type, self._note_given_up
+            self.deps.writer, self.large, attempt, body, headers, self._note_given_up
         )
 
     async def _note_given_up(self, attempt: AttemptRef, request_ids: Sequence[str]) -> None:
@@ -178,7 +211,7 @@ class Handlers:
         await asyncio.to_thread(mark, attempt.attempt_id, request_ids)
 
     async def rewards(self, request: Request) -> Response:
-        attempt, headers, body = await self._received(request, may_be_sealed=True)
+        attempt, headers, body = await self._received(request, MAX_OWN_BYTES, may_be_sealed=True)
         return await otlp_ingest.reward(self.deps.writer, attempt, body, headers)
 
     async def load_adapter(self, request: Request) -> Response:

@@ -18,6 +18,8 @@ from scripted_sampler import Running
 from agentrl.runner.protocol import RunnerConfig
 from agentrl_tracer.schemas import Call, Reward, Span
 
+ROOT = Path(__file__).parents[2]
+AGENT_SIDE = os.pathsep.join(str(ROOT / name) for name in ("agentrl", "tracer"))
 CLIENTS = Path(__file__).parent / "clients"
 ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
 
@@ -54,7 +56,7 @@ class Trace:
 
 @pytest.fixture
 def attempt(shared_gateway: Running, tmp_path: Path) -> Callable[..., Trace]:
-    def run(agent: str, said: list[str]) -> Trace:
+    def run(agent: str, said: list[str], interpreter: str = sys.executable) -> Trace:
         gateway = shared_gateway
         gateway.deps.context_length = 32768
         [claim] = gateway.new_claims()
@@ -67,13 +69,13 @@ def attempt(shared_gateway: Running, tmp_path: Path) -> Callable[..., Trace]:
         )  # fmt: skip
         claim_json = json.dumps(asdict(claim) | {"task": {"question": "What is 2 + 3?"}})
         done = subprocess.run(
-            [sys.executable, str(CLIENTS / "attempt.py"), config.to_json(), claim_json],
+            [interpreter, str(CLIENTS / "attempt.py"), config.to_json(), claim_json],
             capture_output=True,
             text=True,
             timeout=170,
             check=False,
             cwd=tmp_path,
-            env={**os.environ, "CREWAI_STORAGE_DIR": str(tmp_path)},
+            env={**os.environ, "CREWAI_STORAGE_DIR": str(tmp_path), "PYTHONPATH": AGENT_SIDE},
         )
         assert done.returncode == 0, done.stderr[-3000:]
         report: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
@@ -127,8 +129,8 @@ def test_openai_agents(attempt: Callable[..., Trace]) -> None:
 
 
 @needs("openai", "opentelemetry.instrumentation.genai.openai")
-def test_plain_openai(attempt: Callable[..., Trace]) -> None:
-    found = attempt("plain", ["5"])
+def test_plain_openai(attempt: Callable[..., Trace], openai_python: str) -> None:
+    found = attempt("plain", ["5"], openai_python)
     [call] = found.calls
     assert found.path(call.span_id) == ["invoke_workflow plain", "chat policy"]
     assert found.spans[call.span_id or ""].attributes["gen_ai.response.id"] == call.response_id

@@ -20,20 +20,24 @@ AGENTS = Path(__file__).parent / "clients" / "many_rollouts.py"
 MANY = 24
 
 
+ROOT = Path(__file__).parents[2]
+
+
 def environment(gateway: Running) -> dict[str, str]:
     return {
         **os.environ,
+        "PYTHONPATH": os.pathsep.join(str(ROOT / name) for name in ("agentrl", "tracer")),
         "AGENTRL_GATEWAY": gateway.url,
         "OPENAI_BASE_URL": f"{gateway.url}/v1",
         "OPENAI_API_KEY": "nobody",
     }
 
 
-def test_rollouts_in_one_process_keep_apart(gateway: Running) -> None:
+def test_rollouts_in_one_process_keep_apart(gateway: Running, openai_python: str) -> None:
     claims = gateway.new_claims(MANY)
     gateway.sampler.delay = 0.001
     subprocess.run(
-        [sys.executable, AGENTS],
+        [openai_python, AGENTS],
         input=json.dumps([asdict(claim) for claim in claims]),
         text=True,
         env=environment(gateway),

@@ -1,6 +1,6 @@
-"""``agentrl`` that kills itself with SIGKILL at a named moment, of the step that is to be killed.
+"""``agentrl`` that sends itself a signal at a named moment, of the step that is to be killed.
 
-    python killed_at.py MOMENT STEP train ...
+    python killed_at.py MOMENT STEP SIGNAL train ...
 
 The moments are those at which a crash could hurt: see ``MOMENTS``.
 """
@@ -8,23 +8,22 @@ The moments are those at which a crash could hurt: see ``MOMENTS``.
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from agentrl.cli.main import main as cli
+from agentrl.__main__ import main as cli
 from agentrl.training import loop, session
 from agentrl_trainer import checkpoint
 
-NOW = {"step": 0, "killed": 0}
+NOW = {"step": 0, "killed": 0, "signal": 0}
 
 
 def die_at(step: int) -> None:
     if step == NOW["killed"]:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), NOW["signal"])
 
 
 def around(owner: Any, name: str, wrap: Callable[..., Any]) -> None:
@@ -68,8 +67,8 @@ MOMENTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
 
 
 def main() -> None:
-    moment, step, *arguments = sys.argv[1:]
-    NOW["killed"] = int(step)
+    moment, step, number, *arguments = sys.argv[1:]
+    NOW["killed"], NOW["signal"] = int(step), int(number)
     around(*MOMENTS[moment])
 
     def begin(original: Any, run: Any, at: int) -> None:

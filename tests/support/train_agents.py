@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from typing import Any
 
-from openai import OpenAI
+from openai import BadRequestError, OpenAI
 
 from agentrl import emit_reward
 
@@ -56,23 +57,29 @@ def slow(task: dict[str, Any]) -> None:
 
 
 def troubled(task: dict[str, Any]) -> None:
-    """Fails in many ways: raises, forgets the reward, calls another model, rewards nothing,
-    never asks."""
+    """Fails in many ways: raises, forgets the reward, calls another model, rewards nothing, never
+    asks; asks and earns what no sampler and no trainer can compute."""
     n = task["n"]
-    if n % 6 == 5:
+    kind = n % 1000
+    if kind == 5:
         emit_reward(100.0)
         return
     text = ask(n)
-    if n % 6 == 0:
+    if kind == 0:
         raise RuntimeError(f"cannot cope with {n}")
-    if n % 6 == 1:
+    if kind == 1:
         return
-    if n % 6 == 2:
+    if kind == 2:
         ask(n, model="agentrl-tiny")
-    if n % 6 == 3:
+    if kind == 3:
         emit_reward(0.0)
         return
-    emit_reward(len(text) / 10)
+    if kind == 6:
+        ask(n, temperature=1e-40)
+    if kind == 7:
+        with contextlib.suppress(BadRequestError):
+            ask(n, extra_body={"top_k": 2**63})
+    emit_reward(1e308 if kind == 8 else len(text) / 10)
 
 
 async def asynchronous(task: dict[str, Any]) -> float:

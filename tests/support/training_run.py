@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_gateway import until
 from settings import flags
 from sqlalchemy.exc import OperationalError
 
@@ -25,7 +27,10 @@ SUPPORT = Path(__file__).parent
 
 
 class Run:
-    """A run of an agent of ``train_agents``: by default 2 steps of 4 groups of 4 rollouts."""
+    """A run of an agent of ``train_agents`` or another file, ``FILE:NAME``.
+
+    By default 2 steps of 4 groups of 4 rollouts.
+    """
 
     def __init__(self, folder: Path, agent: str, *, task_count: int = 40, **settings: Any) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -36,20 +41,21 @@ class Run:
             "tasks": tasks, "eval_tasks": held_out, "runs": folder, "name": "run",
             "batch_size": 4, "group_size": 4, "steps": 2, "runners": 2, "lease": 2,
         } | settings  # fmt: skip
-        self.arguments = ["train", f"{SUPPORT / 'train_agents.py'}:{agent}"]
-        self.arguments += flags(**settings)
+        entrypoint = agent if ":" in agent else f"{SUPPORT / 'train_agents.py'}:{agent}"
+        self.arguments = ["train", entrypoint]
+        self.arguments += flags(**{k: v for k, v in settings.items() if v is not None})
         self.folder = RunFolder(folder / "run")
         self.output = ""
 
-    def start(self, *program: str) -> subprocess.Popen[str]:
+    def start(self, *program: str, cwd: Path | None = None) -> subprocess.Popen[str]:
         """Start or resume the run, by default with ``agentrl``."""
         arguments = self.arguments
         if self.folder.config.exists():
             arguments = ["train", "--resume", str(self.folder.root)]
         return subprocess.Popen(
-            [sys.executable, *(program or ("-m", "agentrl.cli.main")), *arguments],
+            [sys.executable, *(program or ("-m", "agentrl")), *arguments],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TEST_RUN": str(self.folder.root)}, cwd=cwd,
         )  # fmt: skip
 
     def finish(
@@ -60,9 +66,23 @@ class Run:
         assert process.returncode == code, self.output
         return self
 
-    def kill_at(self, moment: str, step: int) -> None:
-        """Start or resume the run, which kills itself at a moment that ``killed_at`` names."""
-        self.finish(self.start(str(SUPPORT / "killed_at.py"), moment, str(step)), -signal.SIGKILL)
+    def kill_at(self, moment: str, step: int, by: int = signal.SIGKILL) -> None:
+        """Start or resume the run, which kills itself at a moment that ``killed_at`` names.
+
+        Nothing that it has started lives much longer.
+        """
+        process = self.start(str(SUPPORT / "killed_at.py"), moment, str(step), str(int(by)))
+        self.finish(process, -by if by == signal.SIGKILL else 128 + by)
+        until(lambda: not self.processes(), 15)
+
+    def processes(self) -> list[str]:
+        """Return the commands of the processes of this run, where the system tells."""
+        mark, found = f"TEST_RUN={self.folder.root}\0".encode(), list[str]()
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if mark in (process / "environ").read_bytes():
+                    found.append((process / "cmdline").read_text())
+        return found
 
     @property
     def run_id(self) -> str:

@@ -13,7 +13,7 @@ from otlp_collector import Collector
 from agentrl import emit_reward
 from agentrl_tracer import tracing
 from agentrl_tracer.otlp_codec import rewards_in
-from agentrl_tracer.schemas import Reward
+from agentrl_tracer.schemas import Reward, is_reward
 
 
 def rewards_of(collector: Collector) -> list[Reward]:
@@ -50,11 +50,25 @@ def test_a_reward_belongs_to_the_current_span(collector: Collector) -> None:
     assert root.parent_span_id == "cd" * 8
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, "1", None, b"1", object()])
-def test_what_is_no_finite_number_is_refused(collector: Collector, value: Any) -> None:
-    with pytest.raises(ValueError, match="give a finite number"):
-        emit_reward(value)
-    assert collector.requests == []
+class Odd:
+    def __float__(self) -> float:
+        raise RuntimeError
+
+    __repr__ = __str__ = __float__  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    "value", [math.nan, -math.inf, 1e10, 10**400, "1", None, b"1", object(), Odd()]
+)
+def test_what_is_no_reward_arrives_refused_and_raises_nothing(
+    collector: Collector, caplog: pytest.LogCaptureFixture, value: Any
+) -> None:
+    emit_reward({"good": 1, "odd": value})
+    good, odd = rewards_of(collector)
+    assert (good.value, good.explanation) == (1.0, None)
+    assert not is_reward(odd.value)
+    assert (odd.explanation or "").startswith("refused: 'odd' got ")
+    assert "the rollout will not train" in caplog.text
 
 
 def test_an_undelivered_reward_is_noticed(

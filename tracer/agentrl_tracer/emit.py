@@ -15,6 +15,7 @@ from typing import Any, SupportsFloat
 from opentelemetry import trace
 
 from agentrl_tracer import conventions as wire
+from agentrl_tracer.schemas import REWARD_RANGE, is_reward
 from agentrl_tracer.tracing import AttemptTracing, logger, rollout_tracing
 
 
@@ -34,26 +35,24 @@ def emit_reward(
     subprocess of the agent this returns when the reward has arrived.
 
     Args:
-        value: a finite number (a bool counts as 1 or 0), or ``{name: number}`` for several.
+        value: a number from -1e9 to 1e9 (a bool counts as 1 or 0), or ``{name: number}`` for
+            several. Any other value is refused: a warning says so, the trace shows it, and the
+            rollout does not train (``refused_reward``). Nothing is raised in the agent.
         name: what the number measures; "reward" by default.
         span: the span to reward; the current one by default.
         response_id: the model answer to reward (``response.id`` of the OpenAI client).
         explanation: the reason, shown in the trace.
         attributes: more attributes for the span.
-
-    Raises:
-        ValueError: inside a rollout, when the value is NaN, infinite or no number.
     """
     attempt = rollout_tracing()
     if attempt is None:
         return
     named = value if isinstance(value, Mapping) else {name or wire.REWARD_NAME: value}
-    numbers = {key: _number(key, item) for key, item in named.items()}
     optional = {wire.RESPONSE_ID: response_id, wire.EVALUATION_EXPLANATION: explanation}
     common = {**(attributes or {}), **{k: v for k, v in optional.items() if v is not None}}
     rewards = [
-        {**common, wire.EVALUATION_NAME: key, wire.EVALUATION_VALUE: number}
-        for key, number in numbers.items()
+        {**common, wire.EVALUATION_NAME: str(key), **_number(str(key), item)}
+        for key, item in named.items()
     ]
     _emit_spans(attempt, wire.REWARD_SPAN, span, rewards)
 
@@ -65,17 +64,16 @@ def emit(name: str, data: Any = None, *, span: trace.Span | None = None) -> None
         name: the note's name.
         data: any JSON value; other values are noted as text.
         span: the span that the note belongs to; the current one by default.
-
-    Raises:
-        ValueError: inside a rollout, when the name is empty or no string.
     """
     attempt = rollout_tracing()
     if attempt is None:
         return
-    if not isinstance(name, str) or not name:
-        raise ValueError(f"emit: the name must be a non-empty string, got {name!r}")
-    text = json.dumps(data, default=str, ensure_ascii=False)
-    _emit_spans(attempt, wire.NOTE_SPAN, span, [{wire.NOTE_NAME: name, wire.NOTE_DATA: text}])
+    try:
+        text = json.dumps(data, default=str, ensure_ascii=False)
+    except Exception:  # a cycle, a key that is no string, or any object's own ``__str__``
+        text = json.dumps(object.__repr__(data))
+    note = {wire.NOTE_NAME: str(name) or "note", wire.NOTE_DATA: text}
+    _emit_spans(attempt, wire.NOTE_SPAN, span, [note])
 
 
 def _emit_spans(
@@ -92,13 +90,15 @@ def _emit_spans(
         )
 
 
-def _number(name: str, value: Any) -> float:
+def _number(name: str, value: Any) -> dict[str, Any]:
+    """Return the attributes of a value. What is no reward leaves as it is, or as NaN."""
     try:
         number = math.nan if isinstance(value, str | bytes) else float(value)
-    except (TypeError, ValueError):
+    except Exception:  # of any object's own ``__float__``
         number = math.nan
-    if not math.isfinite(number):
-        raise ValueError(
-            f"emit_reward: {name!r} got {value!r} ({type(value).__name__}); give a finite number"
-        )
-    return number
+    if is_reward(number):
+        return {wire.EVALUATION_VALUE: number}
+    got = repr(value)[:80] if isinstance(value, str | bytes) else number
+    why = f"refused: {name!r} got {got} ({type(value).__name__}), and {REWARD_RANGE}"
+    logger.warning("agentrl: emit_reward: %s; the rollout will not train", why)
+    return {wire.EVALUATION_VALUE: number, wire.EVALUATION_EXPLANATION: why}

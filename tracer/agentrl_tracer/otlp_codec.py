@@ -17,7 +17,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode
 
 from agentrl_tracer import conventions as wire
-from agentrl_tracer.schemas import Json, Reward, Span
+from agentrl_tracer.schemas import REWARD_RANGE, Json, Reward, Span, is_reward
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
@@ -85,27 +85,31 @@ def _known(attributes: Json) -> Json:
 def rewards_in(spans: Iterable[Span]) -> list[Reward]:
     """Return the rewards among spans.
 
+    Those without a number have an infinite value, which does not train, and say so.
+
     Raises:
-        ValueError: a reward span without a finite number, or outside a rollout.
+        ValueError: a reward span is outside a rollout.
     """
     return [_reward(span) for span in spans if span.name == wire.REWARD_SPAN]
 
 
 def _reward(span: Span) -> Reward:
     value = span.attributes.get(wire.EVALUATION_VALUE)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{wire.EVALUATION_VALUE} must be a finite number, got {value!r}")
+    explanation = _text(span.attributes.get(wire.EVALUATION_EXPLANATION))
+    number = math.inf if isinstance(value, bool) or not isinstance(value, int | float) else value
+    if not is_reward(number):
+        explanation = explanation or f"refused: got {value!r:.80}, and {REWARD_RANGE}"
     if span.rollout_id is None or span.attempt_id is None:
         raise ValueError("a reward must come with the key of the rollout it is for")
     return Reward(
         attempt_id=span.attempt_id,
         rollout_id=span.rollout_id,
         name=_text(span.attributes.get(wire.EVALUATION_NAME)) or wire.REWARD_NAME,
-        value=float(value),
+        value=float(number),
         key=span.span_id,
         span_id=span.parent_span_id,
         response_id=_text(span.attributes.get(wire.RESPONSE_ID)),
-        explanation=_text(span.attributes.get(wire.EVALUATION_EXPLANATION)),
+        explanation=explanation,
         created_at=span.start_ns / 1e9,
     )
 

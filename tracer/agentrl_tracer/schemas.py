@@ -15,6 +15,11 @@ from typing import Any
 
 Json = dict[str, Any]
 
+MAX_REWARD = 1e9
+"""Largest absolute value of a reward. Sums and squares of such rewards are finite in float32."""
+GREEDY_BELOW = 0.01
+"""Temperatures below this are greedy, which is 0: logits divided by them may overflow."""
+
 
 def new_id(prefix: str = "") -> str:
     """Return 24 hexadecimal digits: nanoseconds since 1970, then 32 random bits, as in UUIDv7.
@@ -70,6 +75,7 @@ class SkipReason(StrEnum):
     EVALUATION = "evaluation"  # made by an evaluation rollout
     NO_ROLLOUT = "no_rollout"  # made outside any rollout (operator key)
     NO_REWARD = "no_reward"  # the rollout emitted none; missing is not zero
+    REFUSED_REWARD = "refused_reward"  # one of its rewards is no number that can train
     FAILED_ATTEMPT = "failed_attempt"  # its attempt did not win
     FAILED_ROLLOUT = "failed_rollout"  # no attempt of its rollout succeeded
     CLIENT_DISCONNECTED = "client_disconnected"
@@ -85,6 +91,7 @@ class SkipReason(StrEnum):
     OFF_POLICY = "off_policy"  # sampled at another temperature, filtered, biased or constrained
     SMALL_GROUP = "small_group"  # its group shrank below the minimum size
     ZERO_ADVANTAGE = "zero_advantage"  # every rollout of the group earned the same
+    NON_FINITE = "non_finite"  # its log-probs, loss or gradient: the rest of the step trained
     NON_FINITE_STEP = "non_finite_step"  # the whole optimizer step was refused
     STALE = "stale"  # sampled by an adapter version that is too old
     SUPERSEDED = "superseded"  # a resumed run repeated its step
@@ -184,6 +191,17 @@ class Call:
     trained_step: int | None = None
     skip_reason: SkipReason | None = None
 
+    @property
+    def tokens(self) -> tuple[int, int] | None:
+        """Prompt and sampled tokens. For a provider's model what it reported, for all choices in
+        the row of the first; None if it did not."""
+        said = self.params.get("usage")
+        if self.prompt_ids or not (said or "usage_unknown" in self.params):
+            return len(self.prompt_ids), len(self.response_ids)
+        if self.choice and said:
+            return 0, 0
+        return said and (said.get("prompt_tokens") or 0, said.get("completion_tokens") or 0)
+
 
 @dataclass(frozen=True, slots=True)
 class PastCall:
@@ -214,7 +232,10 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A number earned in a rollout. ``key``, usually the span id, makes delivery idempotent."""
+    """A number earned in a rollout. ``key``, usually the span id, makes delivery idempotent.
+
+    A value that ``is_reward`` refuses is kept as it was emitted, and its rollout does not train.
+    """
 
     attempt_id: str
     rollout_id: str
@@ -226,6 +247,13 @@ class Reward:
     explanation: str | None = None
     created_at: float = field(default_factory=time.time)
 
+
+def is_reward(value: float) -> bool:
+    """Return whether a number can train: finite, and within ``MAX_REWARD``."""
+    return -MAX_REWARD <= value <= MAX_REWARD
+
+
+REWARD_RANGE = f"a reward is a number from -{MAX_REWARD:.0f} to {MAX_REWARD:.0f}"
 
 POLICY_REWARD_KEY = "policy"
 """``Reward.key`` of a policy's reward, which stands instead of emitted ones."""

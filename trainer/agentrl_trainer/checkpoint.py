@@ -61,7 +61,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Latest:
-    """The newest whole checkpoint, and the newer ones that are torn, each with its fault."""
+    """The newest checkpoint of use, and the newer ones that are not, each with its fault."""
 
     checkpoint: Checkpoint | None
     torn: dict[Path, str]
@@ -111,14 +111,20 @@ def save_checkpoint(
     return final
 
 
-def latest_checkpoint(root: str | Path) -> Latest:
+def latest_checkpoint(root: str | Path, unknown_after: int | None = None) -> Latest:
     """Verify checkpoints from the newest down, sizes and hashes, and read the first whole one.
 
     Random states are not applied: see ``restore_rng``.
+
+    Args:
+        unknown_after: the last step that the caller's own records hold. Later ones are passed over.
     """
     torn: dict[Path, str] = {}
     for step, folder in _steps(Path(root)):
-        if fault := fault_of(folder):
+        fault = fault_of(folder)
+        if fault is None and unknown_after is not None and step > unknown_after:
+            fault = f"its run's records end at step {unknown_after}"
+        if fault:
             torn[folder] = fault
             continue
         state = json.loads((folder / _META).read_text())

@@ -15,12 +15,14 @@ from rich.logging import RichHandler
 from agentrl import __version__
 from agentrl.config.commands import COMMANDS
 from agentrl.console.output import print_error, stderr
+from agentrl.interrupts import Interrupted, end_at_once, last_words
 
 app = App(
     name="agentrl",
     help="Reinforcement learning for the agent you already have.",
     version=__version__,
     default_parameter=Parameter(negative=()),
+    suppress_keyboard_interrupt=False,
 )
 runs_app = App(name="runs", help="Look at earlier runs.")
 _COMMANDS = {
@@ -63,7 +65,10 @@ def _keep_secrets(tokens: list[str]) -> None:
 
 
 def main() -> None:
-    """Run the command of ``sys.argv``; exit with 2 on a wrong setting, 1 on a failure."""
+    """Run the command of ``sys.argv``.
+
+    Exits with 2 on a wrong setting, 1 on a failure, and 130 or 143 when it is interrupted.
+    """
     logging.basicConfig(
         level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=stderr)]
     )
@@ -78,6 +83,8 @@ def main() -> None:
         else:
             _keep_secrets(tokens)
             app(tokens, exit_on_error=False, print_error=False)
+    except Interrupted as ended:
+        end_at_once(ended.code, f"ended by {ended}")  # a thread may compute for minutes yet
     except KeyboardInterrupt:
         sys.exit(130)
     except (CycloptsError, ValueError, RuntimeError) as error:  # ConfigError among them
@@ -86,6 +93,8 @@ def main() -> None:
             name = error.argument.name.lstrip("-").replace("-", "_")
             said = f"{name}: is missing. {error.argument.parameter.help or ''}".rstrip()
         print_error(said)
+        if words := last_words():
+            stderr.print(words, soft_wrap=True, markup=False, highlight=False)
         sys.exit(1 if isinstance(error, RuntimeError) else 2)
 
 

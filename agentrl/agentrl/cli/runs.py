@@ -10,14 +10,13 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from agentrl.config.errors import ConfigError
-from agentrl.config.secrets import store_url
-from agentrl.config.setting_names import recorded
-from agentrl.console.output import console
+from agentrl.console.output import console, print_line
 from agentrl.console.report import Metrics, runs_table, show_run, show_verified
 from agentrl.console.trace_tree import rollout_tree
 from agentrl.runs.folder import RunFolder
+from agentrl.runs.recorded import open_store, resume_command, state_of
 from agentrl_tracer.schemas import Json
-from agentrl_tracer.store import Store, StoreError
+from agentrl_tracer.store import StoreError
 
 _PATIENCE_S = 10.0  # for each of many stores
 
@@ -26,16 +25,26 @@ def list_command(
     runs: Annotated[Path, Parameter(help="Folder of run folders.")] = Path("runs"),
 ) -> None:
     """List the runs in a folder."""
-    found: list[tuple[Json, Metrics]] = []
+    found: list[tuple[Json, str, Metrics]] = []
     faults: list[str] = []
-    for path in sorted(runs.glob("*/store.db")):
+    interrupted: list[RunFolder] = []
+    for path in sorted(runs.glob("*/config.json")):
+        folder = RunFolder(path.parent)
+        if not folder.run_id.is_file():
+            continue
         try:
-            with contextlib.closing(Store(str(path), patience_s=_PATIENCE_S)) as store:
-                found += [(run, store.metrics(run["id"])) for run in store.runs()]
-        except StoreError as error:
+            store, run = open_store(folder, _PATIENCE_S)
+            with contextlib.closing(store):
+                found.append((run, state_of(folder, run), store.metrics(run["id"])))
+        except (StoreError, ConfigError) as error:
             faults.append(str(error))
+            continue
+        if found[-1][1] == "interrupted" and run["kind"] == "train":
+            interrupted.append(folder)
     if found or not faults:
         console.print(runs_table(found) if found else f"no runs in {runs}")
+    for folder in interrupted:
+        print_line(f"{folder.name} was interrupted; continue it with:  {resume_command(folder)}")
     if faults:  # after the others
         raise StoreError("\n".join(faults))
 
@@ -47,12 +56,13 @@ def show_command(
 ) -> None:
     """Show a run's steps and where its calls went, or the trace of one of its rollouts."""
     folder = RunFolder.existing(run)
-    with contextlib.closing(_store_of(folder)) as store:
-        run_id = folder.run_id.read_text().strip()
+    store, found_run = open_store(folder)
+    with contextlib.closing(store):
         if rollout is None:
-            show_run(console, store, run_id)
+            state = state_of(folder, found_run)
+            show_run(console, store, found_run, state, resume_command(folder))
             return
-        found = store.rollouts(run_id, ids=[rollout])
+        found = store.rollouts(found_run["id"], ids=[rollout])
         if not found:
             raise ConfigError(f"rollout: {rollout!r} is no rollout of {folder.name}")
         console.print(rollout_tree(store, found[0]))
@@ -63,14 +73,9 @@ def verify_command(
 ) -> None:
     """Count a run's calls one by one, and compare them with its sums; the exit code is 1 if not."""
     folder = RunFolder.existing(run)
-    with contextlib.closing(_store_of(folder)) as store:
-        verified = store.verify(folder.run_id.read_text().strip())
+    store, found = open_store(folder)
+    with contextlib.closing(store):
+        verified = store.verify(found["id"])
     show_verified(console, verified)
     if verified.fault:
         sys.exit(1)
-
-
-def _store_of(folder: RunFolder) -> Store:
-    config = folder.read_config()
-    shared = recorded(config, "run.store", config.get("store"))  # flat in earlier versions
-    return Store(store_url(shared or str(folder.store)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import signal
 from pathlib import Path
 
 from agentrl.cli import Tokens
@@ -15,6 +14,7 @@ from agentrl.config.secrets import store_url
 from agentrl.console.output import console, print_line
 from agentrl.gateway.handle import GatewayHandle
 from agentrl.gateway.process import GatewayPlan
+from agentrl.interrupts import end_in_order
 from agentrl.runs.folder import adapter_folders
 from agentrl.samplers.vllm.server import planned_server
 
@@ -56,8 +56,7 @@ def serve_command(*tokens: Tokens) -> None:
     )
     gateway = GatewayHandle(plan, None, sock)
     with contextlib.ExitStack() as stack, contextlib.suppress(KeyboardInterrupt):
-        # SIGTERM, which systemd, Docker and Kubernetes send, ends the process like Ctrl-C.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        end_in_order()  # within gateway.grace; told to stop, a server has done its work: code 0
         if vllm is not None:
             stack.callback(vllm.stop)
             log.parent.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,7 @@ from cyclopts import Parameter
 
 from agentrl.config.errors import ConfigError
 from agentrl.console.output import print_line
+from agentrl.interrupts import end_in_order
 
 
 def tinker_server_command(
@@ -63,4 +65,6 @@ def tinker_server_command(
         host=host,
         allowed_hosts=allowed_host or (),
     )
-    uvicorn.run(app, host=host, port=port, log_level="warning")
+    end_in_order()
+    with contextlib.suppress(KeyboardInterrupt):  # told to stop, a server has done its work
+        uvicorn.run(app, host=host, port=port, log_level="warning")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 from agentrl.cli import Tokens
 from agentrl.config.checks import check_warmup
@@ -11,10 +12,12 @@ from agentrl.config.loading import load, load_tasks, resume_of, steps_of
 from agentrl.console.live import TrainDisplay
 from agentrl.console.output import console, print_line
 from agentrl.console.report import serve_command, training_report
+from agentrl.interrupts import END_WITHIN_S, end_in_order
 from agentrl.runner.agent_spec import validate_agent
 from agentrl.runs.folder import RunFolder, how_to_fetch
+from agentrl.runs.recorded import resume_command
 from agentrl.timing import heavy_imports
-from agentrl.training.resume import check_resume, tell_changes
+from agentrl.training.resume import check_resume, return_to_start, tell_changes
 from agentrl.training.session import Session
 
 
@@ -26,18 +29,23 @@ def train_command(*tokens: Tokens) -> None:
     tinker on Tinker or any server that speaks its protocol; docs/client.md says what differs.
     """
     config, resume = load(TrainConfig, tokens), resume_of(tokens)
+    if resume is not None:
+        folder = RunFolder.existing(resume)
+        return_to_start(folder, print_line)
+    else:
+        folder = None
     validate_agent(config.agent.entrypoint, other_python=config.agent.python is not None)
     tasks = load_tasks(config.agent.tasks, "agent.tasks")
     held_out = config.evaluation.tasks
     eval_tasks = load_tasks(held_out, "evaluation.tasks") if held_out else []
     # Before config.json holds the setting: every later --resume would fail.
     check_warmup(config.learning.warmup_steps, steps_of(config, tasks))
-    if resume is not None:
-        folder = RunFolder.existing(resume)
+    if folder is not None:
         folder.lock()
         tell_changes(check_resume(folder, config, tasks, eval_tasks), print_line)
     else:
         folder = RunFolder.create(config.run.folder, config.run.name, "train")
+    end_in_order(partial(_how_to_continue, folder), within_s=END_WITHIN_S)
     console.print(f"[dim]run folder {folder.root}[/]", soft_wrap=True)
     console.print("[dim]loading torch, the gateway and the runners[/]")
     with (
@@ -56,3 +64,8 @@ def train_command(*tokens: Tokens) -> None:
     for command in fetched or [serve_command(folder, config.model)]:
         what = "it is on Tinker; fetch it" if fetched else "serve it"
         console.print(f"{what}:  [b cyan]{command}[/]", soft_wrap=True)
+
+
+def _how_to_continue(folder: RunFolder) -> str:
+    command = resume_command(folder)
+    return f"continue it with:  {command}" if command else ""

@@ -27,6 +27,10 @@ Config = TypeVar("Config", bound="ModelCommand | JoinConfig")
 _PREFIX = "AGENTRL_"
 _OF_AGENTS = ("model", "gateway", "task")
 """Variables that agents read: no settings, though a setting's name may end so."""
+_MAY_BE_PATHS = (
+    "agent.entrypoint", "agent.python", "agent.tasks", "evaluation.tasks", "model.name",
+    "run.store", "sampler.vllm.python", "tinker.tokenizer", "algorithm.kl.reference",
+)  # fmt: skip
 _ANY_VALUE = "--sampler.vllm.args"
 """Takes a value that begins with a hyphen."""
 
@@ -48,6 +52,8 @@ def load(
         *({"agent": {"entrypoint": agent}} for agent in rest),
     )
     before = _resumed(resume, settings) if resume else {}
+    if resume:  # the run's own paths begin where it was started
+        settings = _from_here(settings)
     try:
         return command.model_validate(_merged(before, settings))
     except ValidationError as error:
@@ -149,6 +155,20 @@ def _from_environment(command: type[BaseModel], environment: Mapping[str, str]) 
         elif "." in name and name not in of_any:
             raise ConfigError(f"{variable}: {unknown_setting(name, command)}")
     return given
+
+
+def _from_here(settings: Mapping[str, Any], within: str = "") -> dict[str, Any]:
+    """Make the paths among settings absolute, of what is in the working directory."""
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        name = f"{within}{key}"
+        if isinstance(value, Mapping):
+            value = _from_here(value, f"{name}.")
+        elif isinstance(value, str) and name in _MAY_BE_PATHS:
+            path, colon, function = value.partition(":")
+            value = str(Path(path).absolute()) + colon + function if Path(path).exists() else value
+        found[key] = value
+    return found
 
 
 def _resumed(folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:

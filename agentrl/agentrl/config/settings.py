@@ -31,9 +31,10 @@ from agentrl.config.field_types import (
     names_as_table,
 )  # fmt: skip
 from agentrl.config.secrets import check_params, check_url
+from agentrl_tracer.schemas import MAX_REWARD
 from agentrl_trainer.names import check_name
 
-Policy = Literal["retry", "drop"] | float
+Policy = Literal["retry", "drop"] | Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)]
 Readers = Literal["owner", "group", "everyone"]
 Tracker = Literal["tensorboard", "wandb", "trackio"]
 

@@ -6,7 +6,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
@@ -15,7 +14,15 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl.runs.metric_names import HELD_OUT, REWARD
-from agentrl_tracer.schemas import Accounting, Json, PromptKinds, SkipReason, Verified
+from agentrl.runs.recorded import shown
+from agentrl_tracer.schemas import (
+    REWARD_RANGE,
+    Accounting,
+    Json,
+    PromptKinds,
+    SkipReason,
+    Verified,
+)
 
 if TYPE_CHECKING:
     from agentrl.config.settings import ModelSettings
@@ -81,6 +88,8 @@ def training_report(summary: Summary) -> Panel:
 
 _WHAT_HELPS: dict[str, str] = {
     SkipReason.NO_REWARD: "their rollouts emitted no reward: return a number, or call emit_reward",
+    SkipReason.REFUSED_REWARD: f"their rollouts emitted what is no reward ({REWARD_RANGE}; maxrl "
+    "takes no negative ones): runs show says what",
     SkipReason.ZERO_ADVANTAGE: "all rollouts of a group earned the same, so that none was better: "
     "reward more finely, or choose tasks that are solved at times",
     SkipReason.FAILED_ROLLOUT: "their rollouts failed; runs show says how, and logs why",
@@ -91,6 +100,7 @@ _WHAT_HELPS: dict[str, str] = {
     SkipReason.OTHER_AGENT: "they are of agents that train no adapter (adapters, skip_agents)",
     SkipReason.OFF_POLICY: "they, or over Tinker others of their step, were sampled at another "
     "temperature than 1, filtered, biased or constrained: let the agent set none of that",
+    SkipReason.NON_FINITE: "their log-probs, loss or gradient were not finite",
     SkipReason.NON_FINITE_STEP: "the loss or gradient was not finite: lower the learning rate",
 }
 
@@ -112,25 +122,23 @@ def serve_command(folder: RunFolder, model: ModelSettings) -> str:
     return f"agentrl serve --adapter-path {shown(folder.adapter)}{flags}"
 
 
-def shown(path: Path) -> str:
-    """Return a path as users read and copy it: relative, if it is below the working directory."""
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
-
-
 # ---- agentrl runs
 
 
-def runs_table(runs: Iterable[tuple[Json, Metrics]]) -> Table:
-    """Show a row for each run."""
-    table = Table("name", "kind", "state", "started", "steps", "mean reward", "held-out", box=None)
-    for run, metrics in runs:
+def runs_table(runs: Iterable[tuple[Json, str, Metrics]]) -> Table:
+    """Show a row for each run, of which a state is given."""
+    table = Table(box=None)
+    for name in ("name", "kind", "state", "started", "steps", "mean reward", "held-out"):
+        # Only the name is cut to a narrow terminal, onto further lines.
+        table.add_column(name, overflow="fold", no_wrap=name != "name")
+    for run, state, metrics in runs:
         rewards, held_out = (
             [row[name] for row in metrics.values() if name in row] for name in (REWARD, HELD_OUT)
         )
         table.add_row(
             run["name"],
             run["kind"],
-            run["state"],
+            state,
             time.strftime("%Y-%m-%d %H:%M", time.localtime(run["created_at"])),
             str(max(metrics, default=0)),
             f"{rewards[-1]:+.3f} {sparkline(rewards[-24:])}" if rewards else "–",
@@ -139,11 +147,16 @@ def runs_table(runs: Iterable[tuple[Json, Metrics]]) -> Table:
     return table
 
 
-def show_run(console: Console, store: Store, run_id: str) -> None:
-    """Show a run: steps, how rollouts ended, where calls went, and how their prompts began."""
-    [run] = [one for one in store.runs() if one["id"] == run_id]
+def show_run(console: Console, store: Store, run: Json, state: str, resume: str = "") -> None:
+    """Show a run: steps, how rollouts ended, where calls went, and how their prompts began.
+
+    ``resume``: the command that continues it.
+    """
+    run_id: str = run["id"]
     accounting, outcomes = store.accounting(run_id), store.outcomes(run_id)
-    console.print(f"[b]{run['name']}[/] ({run['kind']}, {run['state']})")
+    console.print(f"[b]{run['name']}[/] ({run['kind']}, {state})", soft_wrap=True)
+    if run["kind"] == "train" and state in ("interrupted", "failed"):
+        console.print(f"continue it with:  [cyan]{resume}[/]", soft_wrap=True, highlight=False)
     columns = {
         "mean reward": (REWARD, "+.3f"),
         "held-out": (HELD_OUT, ".0%"),

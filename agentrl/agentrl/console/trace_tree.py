@@ -64,8 +64,9 @@ def _seconds(start: float, end: float | None) -> tuple[str, str] | None:
 def _attempt_line(
     attempt: Attempt, calls: Sequence[Call], rewards: Sequence[Reward], *, won: bool
 ) -> Text:
-    read = sum(len(call.prompt_ids) for call in calls if call.choice == 0)
-    sampled = sum(len(call.response_ids) for call in calls)
+    counts = [(call.choice, *(call.tokens or (0, 0))) for call in calls]
+    read = sum(prompt for choice, prompt, _ in counts if choice == 0)
+    sampled = sum(response for _, _, response in counts)
     earned = None
     if rewards:
         earned = f"  reward {sum(r.value for r in rewards):+g}", "green" if won else "dim"
@@ -130,6 +131,10 @@ def _span_line(span: Span) -> Text:
     return line
 
 
+def _tokens(call: Call) -> str:
+    return "tokens not reported" if call.tokens is None else "{} + {} tokens".format(*call.tokens)
+
+
 def _call_lines(call: Call) -> list[Text]:
     verdict = None
     if call.trained_step is not None:
@@ -141,7 +146,7 @@ def _call_lines(call: Call) -> list[Text]:
         (call.model, "magenta"),
         (f" = {call.adapter}@{call.adapter_version}", "magenta") if call.adapter else None,
         (f"  by {call.agent}", "") if call.agent else None,
-        (f"  {len(call.prompt_ids)} + {len(call.response_ids)} tokens", "dim"),
+        (f"  {_tokens(call)}", "dim"),
         _seconds(call.started_at, call.ended_at),
         (f"  {call.finish_reason}", "dim") if call.finish_reason else None,
         (f"  {call.state}", "red") if call.state is not CallState.COMPLETED else None,

@@ -34,6 +34,7 @@ class RunFolder:
         self.name = self.root.name
         self.config = self.root / "config.json"
         self.run_id = self.root / "run_id"
+        self.started_in = self.root / "started_in"  # the working directory
         self.store = self.root / "store.db"
         self.adapters = self.root / "adapters"
         self.adapter = self.root / "adapter"  # the final one
@@ -109,6 +110,19 @@ class RunFolder:
                 raise _unwritable(error) from error
             logger.warning("%s: this file system has no locks: %s", self.root, error.strerror)
         self._locked = True
+
+    def is_in_use(self) -> bool | None:
+        """Tell whether a process holds the lock; None where this machine cannot tell."""
+        try:
+            with (self.root / "lock").open() as file:
+                if not file.read().rstrip().endswith(f" on {socket.gethostname()}"):
+                    return None
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return None
+        return False
 
     def read_config(self) -> dict[str, Any]:
         """Return the settings of the run."""

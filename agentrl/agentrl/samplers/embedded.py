@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict
@@ -132,8 +133,9 @@ class EmbeddedSampler:
             for queue, event in ready:
                 queue.put_nowait(event)
 
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(deliver)
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended; the engine goes on
+                self._loop.call_soon_threadsafe(deliver)
 
 
 def _refusal(error: RequestError) -> Exception:

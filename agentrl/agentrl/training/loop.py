@@ -39,9 +39,10 @@ from agentrl.training.staleness import StalenessLimit
 from agentrl.training.summarize import summarize
 from agentrl_tracer.schemas import Call, Json, Purpose, Rollout, SkipReason
 from agentrl_tracer.store import Store
-from agentrl_trainer.client import AdamParams, APIFuture, RefusedRows
+from agentrl_trainer.client import AdamParams, APIFuture, RefusedRows, TrainingClient
 from agentrl_trainer.data.adapter_split import AdapterBatches, AdapterRule, assemble_adapters
 from agentrl_trainer.data.batch_assembly import StepBatch
+from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.learner.optimizers import schedule_factor
 from agentrl_trainer.learner.step_stats import StepStats
 
@@ -55,16 +56,20 @@ def train(run: TrainingRun) -> Summary:
     Raises:
         RunError: nothing can be rolled out, for a reason the message gives.
     """
-    step = run.restore()
-    run.begin(step)
-    publish(run, step)
-    run.timer.spent["start"] = time.perf_counter() - run.session.started
-    evaluate_if_due(run, step)
-    while step < run.steps and not reached_goal(run):
-        step += 1
-        train_step(run, step)
+    try:
+        step = run.restore()
+        run.begin(step)
+        publish(run, step)
+        run.timer.spent["start"] = time.perf_counter() - run.session.started
         evaluate_if_due(run, step)
-    return run.finish(step)
+        while step < run.steps and not reached_goal(run):
+            step += 1
+            train_step(run, step)
+            evaluate_if_due(run, step)
+        return run.finish(step)
+    except KeyboardInterrupt:
+        run.metrics_log.close()  # the process will end without its trackers' own hooks
+        raise
 
 
 def train_step(run: TrainingRun, step: int) -> None:
@@ -120,23 +125,45 @@ def update(
             return []
     passes: list[StepStats] = []
     for epoch in range(how.epochs):
-        with timer("forward_backward"):
-            # Normalized by the tokens of the whole step.
-            added = client.forward_backward(
-                batch.rows, how.loss, how.loss_config, normalize_by=None, logprobs=False
-            )
-            seen = run.result(added).stats
-        with timer("optimizer"):
-            stepped = run.result(client.optim_step(adam)).metrics
-        refused = bool(seen.skipped_non_finite or stepped.get("skipped_non_finite"))
-        norm = stepped.get("grad_norm")  # not every service returns it
-        passes.append(replace(seen, grad_norm=norm, skipped_non_finite=refused))
-        if refused:
+        seen = _epoch(run, client, batch.rows, adam, timer)
+        if seen.skipped_non_finite:
+            kept = run.result(client.finite_rows(batch.rows, how.loss, how.loss_config))
+            if 0 < len(kept) < (count := len(batch.rows)):
+                run.display.note(
+                    f"{name}: {count - len(kept)} of {count} rows of step {step} are left out, for "
+                    "log-probs, a loss or a gradient that is not finite"
+                )
+                batch.keep_rows(kept, None if epoch else SkipReason.NON_FINITE)
+                seen = _epoch(run, client, batch.rows, adam, timer)
+        passes.append(seen)
+        if seen.skipped_non_finite:
             run.display.note("the loss or gradient was not finite: the step was not applied")
             if not epoch:
                 batch.refuse(SkipReason.NON_FINITE_STEP)
             break
     return passes
+
+
+def _epoch(
+    run: TrainingRun,
+    client: TrainingClient,
+    rows: Sequence[TrainingRow],
+    adam: AdamParams,
+    timer: PhaseTimer,
+) -> StepStats:
+    """Make one optimizer step. If anything in it is not finite, nothing is changed."""
+    how = update_settings(run.config)
+    with timer("forward_backward"):
+        # Normalized by the tokens of the whole step.
+        added = client.forward_backward(
+            rows, how.loss, how.loss_config, normalize_by=None, logprobs=False
+        )
+        seen = run.result(added).stats
+    with timer("optimizer"):
+        stepped = run.result(client.optim_step(adam)).metrics
+    refused = bool(seen.skipped_non_finite or stepped.get("skipped_non_finite"))
+    norm = stepped.get("grad_norm")  # not every service returns it
+    return replace(seen, grad_norm=norm, skipped_non_finite=refused)
 
 
 def publish(run: TrainingRun, step: int) -> None:
@@ -212,6 +239,8 @@ class TrainingRun:
     # ---- across crashes
 
     def checkpoint(self, step: int, row: Mapping[str, Any]) -> None:
+        # Before the checkpoint: a store without it has lost its last writes, see ``restore``.
+        self.store.log_metrics(self.run_id, step, {"calls": row["calls"]})
         meta = {"run_id": self.run_id, "rollouts": self.queue.state(), "row": strict(row)}
         saved = self._backend.service.save_checkpoint(
             self.folder.checkpoints, step, meta=meta, keep=self.config.run.keep_checkpoints
@@ -221,14 +250,21 @@ class TrainingRun:
     def restore(self) -> int:
         """Go back to the newest whole checkpoint, undo what came after it, and return its step.
 
+        A machine that dies may lose the last writes of its store. Checkpoints of steps that the
+        store does not know are passed over: these steps are made again.
+
         Raises:
-            RunError: the run has made steps, and none of their checkpoints is whole.
+            RunError: the run has made steps, and none of their checkpoints can be resumed.
         """
-        found = self.result(self._backend.service.restore_checkpoint(self.folder.checkpoints))
+        rows = self.store.metrics(self.run_id)
+        known = max((at for at, row in rows.items() if "calls" in row or REWARD in row), default=0)
+        restored = self._backend.service.restore_checkpoint(self.folder.checkpoints, known)
+        found = self.result(restored)
         step, meta = (found.checkpoint.step, found.checkpoint.meta) if found.checkpoint else (0, {})
         faults = {path.name: fault for path, fault in found.torn.items()}
-        made = [int(name.rpartition("-")[2]) for name in faults]
-        made += [row["step"] for row in self.folder.read_metrics() if REWARD in row]
+        of_checkpoints = [int(name.rpartition("-")[2]) for name in faults]
+        logged = [row["step"] for row in self.folder.read_metrics() if REWARD in row]
+        made = [*of_checkpoints, *logged]
         if found.checkpoint is not None:
             self.queue.restore(meta["rollouts"])
         elif made:
@@ -236,8 +272,13 @@ class TrainingRun:
             raise RunError(
                 f"{self.folder.root} had come to step {max(made)}, but no checkpoint in "
                 f"{self.folder.checkpoints} can be resumed ({why}). The run would begin at step 0 "
-                "again, over that history. Bring a checkpoint back, or start a new run, under "
-                "another --name"
+                "again, over that history. Bring a checkpoint back, or the store's files with its "
+                "-wal, or start a new run, under another --name"
+            )
+        if any(at > known for at in of_checkpoints):
+            self.display.note(
+                f"the store has lost its last writes: it knows the run up to step {known}; later "
+                "steps are made again"
             )
         for name, fault in faults.items():
             self.display.note(f"checkpoint {name} was passed over: {fault}")
@@ -290,19 +331,12 @@ class StepRecords:
         self._reads_bodies = config.algorithm.estimator == "gigpo"  # states are in the requests
 
     def assemble(self, step: int, rollouts: Sequence[Rollout]) -> tuple[list[Call], AdapterBatches]:
-        """Return the rollouts' calls, and the batch of each adapter.
-
-        Raises:
-            RunError: the rewards do not fit the advantage estimator.
-        """
+        """Return the rollouts' calls, and the batch of each adapter."""
         ids = [rollout.id for rollout in rollouts]
         calls = self._store.calls(rollout_ids=ids, bodies=self._reads_bodies)
         rewards = self._store.rewards(ids)
         settings = replace(self._settings, oldest_version=self.staleness.oldest_version(step))
-        try:
-            return calls, assemble_adapters(rollouts, calls, rewards, settings, self._rules)
-        except ValueError as error:
-            raise RunError(f"the step's records cannot be learned from: {error}") from error
+        return calls, assemble_adapters(rollouts, calls, rewards, settings, self._rules)
 
     def teaches(self, step: int, group: Sequence[Rollout]) -> bool:
         """Tell whether a finished group fills a step.

@@ -13,7 +13,15 @@ from agentrl.training.rollout_queue import StepRollouts, seconds_of_running
 from agentrl.training.session import RunError
 from agentrl.training.staleness import StalenessLimit
 from agentrl.training.unasked import note_unasked
-from agentrl_tracer.schemas import AttemptState, Call, Outcomes, Rollout, RolloutState
+from agentrl_tracer.schemas import (
+    REWARD_RANGE,
+    AttemptState,
+    Call,
+    Outcomes,
+    Rollout,
+    RolloutState,
+    SkipReason,
+)
 from agentrl_trainer.data.adapter_split import AdapterBatches
 from agentrl_trainer.data.batch_assembly import StepBatch
 from agentrl_trainer.data.skip_reasons import token_versions
@@ -169,6 +177,8 @@ def report_step_failures(
         )
     note_unasked(run, [r for r in rollouts if r.id in batch.unasked], len(rollouts), "rollouts")
     if missing := sum(reward is None for reward in batch.rewards.values()) - failed:
-        note(f"{missing} of {len(rollouts)} rollouts emitted no reward")
+        note(f"{missing} of {len(rollouts)} rollouts have no reward")
+    if refused := list(batch.skipped.values()).count(SkipReason.REFUSED_REWARD):
+        note(f"{refused} calls do not train, because a reward was refused: {REWARD_RANGE}")
     if small := batch.shrunk():
         note(f"{small} of {len(batch.groups)} groups shrank below min_group: not trained")

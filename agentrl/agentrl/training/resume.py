@@ -6,6 +6,7 @@ Loads no torch: a run that cannot be resumed is refused at once.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,9 +14,10 @@ from typing import Any, cast
 
 from agentrl.config.commands import TrainConfig
 from agentrl.config.errors import ConfigError
-from agentrl.config.secrets import as_recorded, store_url, without_variables
+from agentrl.config.secrets import as_recorded, without_variables
 from agentrl.config.setting_names import flattened
 from agentrl.runs.folder import RunFolder
+from agentrl.runs.recorded import open_store
 from agentrl_tracer.schemas import Json
 from agentrl_tracer.store import Store, StoreError
 
@@ -37,6 +39,26 @@ _ELSEWHERE = ("agent.tasks", "evaluation.tasks", "run.folder")
 """Files and folders that may be in another place now."""
 
 
+def return_to_start(folder: RunFolder, tell: Callable[[str], None]) -> None:
+    """Make the directory where the run was started the working directory.
+
+    The relative paths of its settings, of its agent and of what that reads begin there.
+    """
+    if not folder.started_in.is_file():  # an earlier version started the run
+        return
+    start = Path(folder.started_in.read_text())
+    if start == Path.cwd():
+        return
+    try:
+        os.chdir(start)
+        tell(f"working directory {start}, where the run was started")
+    except OSError as error:
+        tell(
+            f"the run was started in {start}, which is not here ({error.strerror}): its relative "
+            "paths are taken from the working directory"
+        )
+
+
 def check_resume(
     folder: RunFolder, config: TrainConfig, tasks: Sequence[Json], eval_tasks: Sequence[Json]
 ) -> dict[str, tuple[Any, Any]]:
@@ -56,9 +78,9 @@ def check_resume(
                 name = "model.adapter"
             raise _refusal(folder, name, f"{_shown(before)}, not {_shown(after)}", why)
     # Earlier rollouts name their task by its place in the file.
-    with contextlib.closing(Store(store_url(config.run.store or str(folder.store)))) as store:
-        run_id = folder.run_id.read_text().strip()
-        stored = {split: store.tasks(run_id, split) for split in ("train", "eval")}
+    store, run = open_store(folder)
+    with contextlib.closing(store):
+        stored = {split: store.tasks(run["id"], split) for split in ("train", "eval")}
     for name, before, given in (
         ("agent.tasks", stored["train"], tasks),
         ("evaluation.tasks", stored["eval"], eval_tasks),

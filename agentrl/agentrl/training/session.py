@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from agentrl.config.commands import EvalConfig, RunConfig, TrainConfig
 from agentrl.config.secrets import as_recorded, secret_variables, store_url
+from agentrl.console.output import stderr
 from agentrl.gateway.handle import GatewayHandle
 from agentrl.gateway.process import GatewayPlan, import_gateway
 from agentrl.runner.pool_client import start_pool
@@ -23,7 +26,7 @@ from agentrl.supervisor import SupervisedProcess
 from agentrl.timing import Waiting
 from agentrl.training.rollout_queue import CheckProgress, OnProgress
 from agentrl_tracer.schemas import Call, NewRollout, Policies, Rollout, SkipReason
-from agentrl_tracer.store import Store
+from agentrl_tracer.store import Store, StoreError
 
 if TYPE_CHECKING:
     from agentrl.runner.ray import RayPool
@@ -34,6 +37,7 @@ _POLL_S = 0.03
 _REST = 4  # times as long as a look at the rollouts took
 _LONGEST_POLL_S = 1.0  # while an adapter is being published
 _MAINTAIN_S = 0.5  # between looks for expired leases
+_BEAT_S = 10.0
 _REFUSED_S = 3.0  # before a refusal counts: a dying vLLM refuses too, and a shared folder may lag
 _READY_TIMEOUT_S = 600.0  # a large model takes minutes to load
 _HOPELESS_RESTARTS = 5  # restarts in a row without anything getting done
@@ -97,6 +101,8 @@ class Session:
         self.gateway: GatewayHandle
         self.pool: SupervisedProcess | RayPool
         self._next_maintenance = 0.0
+        self._ended = threading.Event()
+        self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
     def _register(self, kind: str) -> str:
         """Return the run's id, new or as the folder has it, and store its settings."""
@@ -110,6 +116,7 @@ class Session:
             self.store.cancel(run_id, "the run was resumed")
         else:
             run_id = self.store.create_run(self.folder.name, kind, settings, policies)
+            self.folder.write(self.folder.started_in, os.getcwd())
             self.folder.write(self.folder.run_id, run_id)
         # Last: only a folder with a configuration can be resumed.
         self.folder.write_json(self.folder.config, settings)
@@ -133,10 +140,11 @@ class Session:
             self.gateway.start()
             # After the gateway, which may be forked: supervision starts a thread.
             self.pool.supervise()
+            self._heart.start()
             if self._vllm:
                 self._vllm.start()
-        except BaseException:
-            self._stop()
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
             raise
         return self
 
@@ -159,19 +167,38 @@ class Session:
 
         return RayPool(runners, self._training and self._training.gateway.host)
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is not None:
-            with contextlib.suppress(Exception):  # the first error is the one to tell
-                self.store.end_run(self.run_id, "failed")
-        self._stop()
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        interrupted = isinstance(error, KeyboardInterrupt)
+        if interrupted:
+            stderr.print("agents and gateway are being stopped; another signal ends at once")
+        try:
+            self._stop()
+        finally:
+            if error is not None:
+                with contextlib.suppress(Exception):  # the first error is the one to tell
+                    self.store.end_run(self.run_id, "interrupted" if interrupted else "failed")
 
     def _stop(self) -> None:
+        self._ended.set()
+        self.gateway.let_end()
         try:
             self.pool.stop()
         finally:  # after the runners, which ask for the gateway's health
+            if self._vllm:
+                self._vllm.begin_stop()
             self.gateway.stop()
             if self._vllm:
                 self._vllm.stop()
+
+    def _beat(self) -> None:
+        """Tell other machines that this process lives."""
+        while not self._ended.wait(_BEAT_S):
+            # Without patience: the run itself says that the store is away.
+            with (
+                contextlib.suppress(StoreError),
+                contextlib.closing(Store(self.store.url, patience_s=0)) as store,
+            ):
+                store.beat(self.run_id)
 
     def wait_ready(self, on_wait: Callable[[str], object]) -> dict[str, Any]:
         """Wait for the gateway, and return its health.

@@ -17,7 +17,7 @@ from agentrl_proxy.protocols.chat import ChatRequest
 from agentrl_proxy.rendering.continuity import Prompt
 from agentrl_proxy.rendering.detokenizer import Detokenizer, whole_text
 from agentrl_proxy.rendering.renderer import Renderer
-from agentrl_proxy.rendering.reply import ParsedReply, ToolCall
+from agentrl_proxy.rendering.reply import ParsedReply
 from agentrl_proxy.rendering.structured_output import Constraint
 from agentrl_proxy.rendering.tool_call_parser import PLAIN_TEXT, ReplyParser
 from agentrl_proxy.requests.lifecycle import OpenCall
@@ -197,8 +197,6 @@ class Choice:
         self.sampled = Sampled()
         self.text = ""
         self.reply = ParsedReply()
-        self.withdrawn: list[ToolCall] = []
-        """Calls that a stream has begun, and the reply does not have."""
         self._sent = 0  # log-probs of the ids before this have been sent
         self._begun = False
 
@@ -224,8 +222,6 @@ class Choice:
             rest = whole_text(self._renderer.decode_raw, visible, self._call.params.stop)
         self.reply, self.text = self.parser.finish(rest), self.parser.text
         self.sampled.cut_at_call = self.parser.ended_at >= 0
-        if self._write is not None:
-            self.withdrawn = self.parser.withdrawn
 
     def response(self, prompt_logprobs: list[dict[str, Any]] | None) -> dict[str, Any]:
         """Return the choice as it stands in a chat completion.
@@ -238,7 +234,7 @@ class Choice:
         called = bool(self.reply.tool_calls) and finish.reason == "stop"
         reason = "tool_calls" if called else finish.reason
         entries = self._entries(0, hidden=prompt_logprobs is not None)
-        message = chat_objects.message(self.reply, self.withdrawn)
+        message = chat_objects.message(self.reply)
         said = chat_objects.choice(self._index, reason, entries, message=message)
         if finish.stop_string is not None:
             said["stop_reason"] = finish.stop_string  # vLLM's field
@@ -257,10 +253,10 @@ class Choice:
         delta = chat_objects.reply_delta(self.parser.remainder(self.reply))
         if not self._begun:
             delta = {"role": "assistant", "content": said["message"]["content"], **delta}
-        last = chat_objects.last_chunk(self._call.request.dialect, self._call.client.heading, said)
-        if delta or self._entries(self._sent):
-            return [self._chunk(delta), last]
-        return [last]
+        # In this order: some dialects number their events.
+        held = [self._chunk(delta)] if delta or self._entries(self._sent) else []
+        request, heading = self._call.request, self._call.client.heading
+        return [*held, chat_objects.last_chunk(request.dialect, heading, said)]
 
     def _chunk(self, delta: dict[str, Any]) -> bytes:
         self._begun = True

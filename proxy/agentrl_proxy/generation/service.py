@@ -13,9 +13,14 @@ from functools import lru_cache
 from typing import Any
 
 from agentrl_proxy.dependencies import GatewayDependencies, GatewayStats
-from agentrl_proxy.errors import context_length_exceeded, invalid, model_not_found, unavailable
+from agentrl_proxy.errors import (
+    ApiError,
+    context_length_exceeded,
+    invalid,
+    model_not_found,
+    unavailable,
+)
 from agentrl_proxy.generation.response import Choice, SampledCall, generate_response
-from agentrl_proxy.protocols import chat_objects
 from agentrl_proxy.protocols.chat import ChatRequest, sampling_value
 from agentrl_proxy.rendering.continuity import (
     ConversationKey,
@@ -35,12 +40,15 @@ from agentrl_proxy.requests.recording import (
     open_calls,
 )
 from agentrl_proxy.sampler import DecodingParams, PromptScorer
+from agentrl_proxy.server.large_requests import LargeRequests
 from agentrl_proxy.server.sse import Write
 from agentrl_tracer.schemas import AttemptState, CallState, SkipReason
 
 log = logging.getLogger("agentrl.proxy")
 
 _DEFAULT_MAX_TOKENS = 4096  # where neither a setting nor the context length limits the answer
+_UNREAD_BYTES = 64 * 1024
+_BYTES_PER_TOKEN = 64
 _TUNABLE = ("max_tokens", "temperature", "top_p", "top_k", "stop", "seed")
 
 
@@ -50,6 +58,7 @@ class ChatService:
 
     deps: GatewayDependencies
     stats: GatewayStats
+    large: LargeRequests
 
     def __post_init__(self) -> None:
         self._constraints = lru_cache(MAX_VARIANTS)(Constraints)
@@ -67,8 +76,17 @@ class ChatService:
             key = ConversationKey(b"", b"", adapter)
             prompt = Prompt(request.prompt_ids, "", [], key, continues=None)
         else:
-            prompt = self.render(request, memory, adapter)
+            prompt = await self.large.run(client.large, self.render, request, memory, adapter)
             client.heading.prompt_tokens = len(prompt.ids)
+            # The rows hold the request, so what the model does not read must not be most of it.
+            most = _UNREAD_BYTES + _BYTES_PER_TOKEN * len(prompt.ids)
+            if client.size > most:
+                raise ApiError(
+                    413,
+                    f"the body has {client.size} bytes for a prompt of {len(prompt.ids)} tokens; "
+                    f"up to {most} are recorded: leave out what the model does not read",
+                    code="body_too_large",
+                )
             constraint = await self._constraints(renderer).of(request, opened=prompt.opened)
         if request.scored and not isinstance(sampler, PromptScorer):
             raise invalid(
@@ -136,12 +154,22 @@ class ChatService:
         raise model_not_found(model)
 
     def render(
-        self, request: ChatRequest, memory: AttemptMemory | None, adapter: str | None
+        self,
+        request: ChatRequest,
+        memory: AttemptMemory | None,
+        adapter: str | None,
+        *,
+        longest: int = 1,
     ) -> Prompt:
-        """Render a request's prompt, continuing a conversation of the attempt."""
+        """Render a request's prompt, continuing a conversation of the attempt.
+
+        Args:
+            longest: context lengths, above which the prompt need not be tokenized.
+        """
+        limit = self.deps.context_length and longest * self.deps.context_length
         conversations = None if memory is None else memory.conversations
         return render_prompt(
-            self._renderer(request), conversations, request.messages, request.tools, adapter
+            self._renderer(request), conversations, request.messages, request.tools, adapter, limit
         )
 
     def _renderer(self, request: ChatRequest) -> Renderer:
@@ -183,8 +211,6 @@ class ChatService:
             return
         for choice, said in zip(call.choices, response["choices"], strict=True):
             self._remember(call, memory, choice, said["message"])
-            if choice.withdrawn:  # an agent may drop tool calls that did not finish
-                self._remember(call, memory, choice, chat_objects.message(choice.reply))
 
     def _remember(
         self, call: SampledCall, memory: AttemptMemory, choice: Choice, message: dict[str, Any]

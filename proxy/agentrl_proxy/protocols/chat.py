@@ -24,6 +24,7 @@ from agentrl_proxy.protocols.fields import (
     BOOLEAN,
     INTEGER,
     JSON_SCHEMA,
+    LARGEST_COUNT,
     NAME,
     NONEMPTY,
     NUMBER,
@@ -45,12 +46,16 @@ from agentrl_proxy.protocols.fields import (
 )
 from agentrl_proxy.protocols.unsupported import OURS_ALONE, refuse_unsupported
 from agentrl_proxy.protocols.vendor_fields import allowed_only, asked_thinking, guided_format
+from agentrl_tracer.schemas import GREEDY_BELOW
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_TOP_LOGPROBS = 20
 MAX_BIASES = 1024
+MAX_MESSAGES = 4096
+MAX_TOOLS = 1024
+MAX_ARGUMENTS = 2**20  # characters of a tool call's arguments, which are parsed at one go
 _LONGEST_SWITCH = 100
 _MISPLACED = {
     "system": "send a message of the role system",
@@ -131,7 +136,9 @@ _GUIDED = Either("a JSON schema, as an object or its text", str=NONEMPTY, dict=J
 SAMPLING: dict[str, Field] = {
     "temperature": _number(lambda v: 0 <= v <= 2, "from 0 to 2", minimum=0, maximum=2),
     "top_p": _number(lambda v: 0 < v <= 1, "above 0 and up to 1", exclusiveMinimum=0, maximum=1),
-    "top_k": replace(integer(-1), allowed="an integer; 0 and -1 mean all tokens"),
+    "top_k": replace(
+        integer(-1), allowed=f"an integer up to {LARGEST_COUNT}; 0 and -1 mean all tokens"
+    ),
     "stop": Either(
         f"a non-empty string or a list of up to {MAX_STOPS} of them",
         str=_STOP,
@@ -154,8 +161,14 @@ _PART = Tagged(
     | {name: Object([name], **{name: OBJECT}) for name in ("input_audio", "file")},
     refusal=("unsupported_content", "this model reads text only"),
 )
+_ARGUMENTS = Value(
+    lambda v: isinstance(v, str) and len(v) <= MAX_ARGUMENTS,
+    f"a string of up to {MAX_ARGUMENTS} characters",
+    {"type": "string", "maxLength": MAX_ARGUMENTS},
+    TEXT,
+)
 _CALL = Object(
-    ["function"], id=TEXT, type=TEXT, function=Object(["name"], name=TEXT, arguments=TEXT)
+    ["function"], id=TEXT, type=TEXT, function=Object(["name"], name=TEXT, arguments=_ARGUMENTS)
 )
 
 _MESSAGE = Object(
@@ -175,7 +188,7 @@ _NAMED = Object(["function"], function=Object(["name"], name=NONEMPTY))
 CHAT = Object(
     ["model", "messages"],
     model=NAME,
-    messages=Array(MESSAGE, minimum=1),
+    messages=Array(MESSAGE, minimum=1, maximum=MAX_MESSAGES),
     max_tokens=MAX_TOKENS,
     max_completion_tokens=MAX_TOKENS,
     **SAMPLING,
@@ -189,11 +202,12 @@ CHAT = Object(
     stream_options=STREAM_OPTIONS,
     return_token_ids=BOOLEAN,
     tools=Array(
-        Tagged(
+        maximum=MAX_TOOLS,
+        items=Tagged(
             {"function": Object(["function"], function=FUNCTION)},
             default="",  # some providers' own tools have none
             provider_kinds={},
-        )
+        ),
     ),
     tool_choice=tool_choice(_NAMED, Object(["allowed_tools"], allowed_tools=allowed_tools(_NAMED))),
     response_format=Tagged(
@@ -334,7 +348,9 @@ def _for_sampler(name: str, value: Any) -> Any:
         return (value,) if isinstance(value, str) else tuple(value)
     if name == "top_k":
         return max(value, 0)
-    return float(value) if name in ("temperature", "top_p") else value
+    if name == "temperature":
+        return 0.0 if value < GREEDY_BELOW else float(value)
+    return float(value) if name == "top_p" else value
 
 
 def _tool_choice(choice: str | dict[str, Any] | None, tools: list[Mapping[str, Any]] | None) -> str:

@@ -17,7 +17,7 @@ import orjson
 
 from agentrl_proxy.errors import ApiError, Names
 from agentrl_proxy.rendering.renderer import Renderer
-from agentrl_proxy.rendering.reply import ParsedReply, ToolCall
+from agentrl_proxy.rendering.reply import ParsedReply
 
 
 @dataclass(slots=True)
@@ -212,18 +212,14 @@ def entries_of(choice: dict[str, Any]) -> list[dict[str, Any]] | None:
     return None if choice["logprobs"] is None else choice["logprobs"]["content"]
 
 
-def message(reply: ParsedReply, withdrawn: Sequence[ToolCall] = ()) -> dict[str, Any]:
-    """Return the assistant's message.
-
-    Args:
-        withdrawn: calls that a stream began and never finished: its client has them.
-    """
+def message(reply: ParsedReply) -> dict[str, Any]:
+    """Return the assistant's message."""
     out: dict[str, Any] = {"role": "assistant", "content": reply.content}
     if reply.reasoning:
         out["reasoning_content"] = reply.reasoning
-    if calls := (*reply.tool_calls, *withdrawn):
+    if reply.tool_calls:
         out["content"] = reply.content or None
-        out["tool_calls"] = [call.as_dict() for call in calls]
+        out["tool_calls"] = [call.as_dict() for call in reply.tool_calls]
     return out
 
 

@@ -121,11 +121,7 @@ def completion_requests(
         }
     )
     common.sampling["max_tokens"] = 16 if limit is None else limit  # OpenAI's default
-    prompts = _prompts(raw["prompt"], renderer)
-    longest = max(map(len, prompts))
-    if context_length is not None and longest >= context_length:  # before any prompt is accepted
-        raise context_length_exceeded(longest, context_length, "prompt")
-    check_choices(len(prompts), common.n)
+    prompts = _prompts(raw["prompt"], renderer, context_length, common.n)
     echoed = [renderer.decode_raw(ids) for ids in prompts] if echo else []
     dialect = CompletionDialect(raw, common.n, echoed)
     common = replace(common, messages=[], raw=raw, dialect=dialect, scored=scored)
@@ -153,18 +149,23 @@ def check_completion(raw: Mapping[str, Any], *, ours: bool = True) -> None:
     refuse_unsupported(asked, _UNSUPPORTED, ours=ours, passed_on=passed_on)
 
 
-def _prompts(value: str | list[Any], renderer: Renderer) -> list[list[int]]:
-    """Tokenize a text, texts, token ids or lists of token ids."""
+def _prompts(
+    value: str | list[Any], renderer: Renderer, context_length: int | None, n: int
+) -> list[list[int]]:
+    """Tokenize a text, texts, token ids or lists of token ids, none of them too long."""
     if isinstance(value, str) or (value and is_integer(value[0])):
         value = [value]
     if not value:
         raise invalid("prompt", "prompt must be a text, token ids, or a non-empty list of either")
-    encode, last = renderer.tokenizer.backend_tokenizer.encode, renderer.vocab_size - 1
+    check_choices(len(value), n)
+    last = renderer.vocab_size - 1
     prompts: list[list[int]] = []
     for i, ids in enumerate(value):
         if isinstance(ids, str):
             # No template writes the special tokens here, so the tokenizer adds its own.
-            ids = encode(ids, add_special_tokens=True).ids
+            ids = renderer.encode(ids, context_length, special=True, param="prompt")
+        elif isinstance(ids, list) and context_length is not None and len(ids) >= context_length:
+            raise context_length_exceeded(len(ids), context_length, "prompt")
         elif not isinstance(ids, list) or not all(map(is_integer, ids)):
             raise invalid("prompt", f"prompt[{i}] must be a text or a list of token ids")
         elif (wrong := next((one for one in ids if not 0 <= one <= last), None)) is not None:
@@ -172,6 +173,8 @@ def _prompts(value: str | list[Any], renderer: Renderer) -> list[list[int]]:
         if not ids:
             message = f"prompt[{i}] has no tokens; at least one is needed to continue"
             raise invalid("prompt", message)
+        if context_length is not None and len(ids) >= context_length:
+            raise context_length_exceeded(len(ids), context_length, "prompt")
         prompts.append(ids)
     return prompts
 

@@ -1,6 +1,7 @@
 """Read requests of Anthropic's Messages API, and write its answers, events and errors.
 
-LiteLLM translates a request to chat completions (translation.py). Does not know tokens.
+A request becomes one of chat completions: conversion.py, or translation.py for a provider's model.
+Does not know tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import orjson
 
 from agentrl_proxy.errors import ApiError, Names, invalid
-from agentrl_proxy.protocols import translation
+from agentrl_proxy.protocols import conversion, translation
 from agentrl_proxy.protocols.chat import (
     MAX_STOPS,
     MAX_TOKENS,
@@ -124,7 +125,11 @@ def messages_as_chat(
                       "assistant's reply is not supported")  # fmt: skip
     refuse_unsupported(raw, _UNSUPPORTED, ours=ours)
     messages = [_readable(message, ours=ours) for message in raw["messages"]]
-    chat, names = translation.chat_of_messages({**raw, "messages": messages}, provider_model)
+    readable = {**raw, "messages": messages}
+    if provider_model is None:
+        chat, names = conversion.chat_of_messages(readable), dict[str, str]()
+    else:
+        chat, names = translation.chat_of_messages(readable, provider_model)
     if (raw.get("tool_choice") or {}).get("disable_parallel_tool_use"):
         chat["parallel_tool_calls"] = False  # LiteLLM drops it
     for tool in chat.get("tools") or []:

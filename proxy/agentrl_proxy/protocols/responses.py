@@ -1,7 +1,8 @@
 """Read requests of OpenAI's Responses API, and write its answers and events.
 
-LiteLLM translates a request to chat completions (translation.py). Nothing is stored between
-requests: a client sends the whole conversation each time. Does not know tokens.
+A request becomes one of chat completions: conversion.py, or translation.py for a provider's model.
+Nothing is stored between requests: a client sends the whole conversation each time. Does not know
+tokens.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from agentrl_proxy.errors import ApiError, Names, invalid
-from agentrl_proxy.protocols import translation
+from agentrl_proxy.protocols import conversion, translation
 from agentrl_proxy.protocols.chat import (
     FUNCTION,
     MAX_TOKENS,
@@ -129,14 +130,16 @@ def responses_as_chat(
     choice = raw.get("tool_choice")
     allowed = isinstance(choice, dict) and choice["type"] == "allowed_tools"
     known = {**raw, "tool_choice": "auto"} if allowed else raw  # LiteLLM does not know it
-    chat = translation.chat_of_response(known, provider_model)
+    if provider_model is None:
+        chat = conversion.chat_of_response(known)
+        chat |= {name: raw.get(name) for name in TEMPLATE}
+        chat["reasoning_effort"] = (raw.get("reasoning") or {}).get("effort")
+    else:
+        chat = translation.chat_of_response(known, provider_model)
     if allowed:
         tools = [{"type": "function", "function": {"name": one["name"]}} for one in choice["tools"]]
         choice = {"type": "allowed_tools", "allowed_tools": {**choice, "tools": tools}}
         chat["tool_choice"] = choice
-    if provider_model is None:
-        chat |= {name: raw.get(name) for name in TEMPLATE}
-        chat["reasoning_effort"] = (raw.get("reasoning") or {}).get("effort")
     wanted = _WITH_LOGPROBS in (raw.get("include") or ())
     chat |= {
         "stream": raw.get("stream"),

@@ -1,9 +1,10 @@
-"""Translate requests of Anthropic's and the Responses API to chat completions, by LiteLLM.
+"""Translate requests of Anthropic's and the Responses API to a provider's model, by LiteLLM.
 
 Knows which functions of LiteLLM 1.105.3 do that; they are private, so litellm is pinned exactly.
-LiteLLM reads every input item and content block that frameworks send. Only requests are translated
-here: through LiteLLM answers lost ids, usage, the order of events, stop sequences, log-probs and
-parallel tool calls, so responses.py and messages.py write them.
+LiteLLM reads every input item and content block that frameworks send to providers (our own model's
+are conversion.py's). Only requests are translated here: through LiteLLM answers lost ids, usage,
+the order of events, stop sequences, log-probs and parallel tool calls, so responses.py and
+messages.py write them.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ would find them half imported."""
 
 
 async def load() -> None:
-    """Import what the translations need, in a thread. It takes 3 s, once."""
+    """Import what the translations need, in a thread, unless it was at the gateway's start."""
     # Not by looking into sys.modules: a module is there while it is still being imported.
-    if not _litellm.cache_info().currsize:
-        await asyncio.to_thread(_litellm)
+    if not translators.cache_info().currsize:
+        await asyncio.to_thread(translators)
 
 
 @cache
-def _litellm() -> tuple[Any, Any]:
+def translators() -> tuple[Any, Any]:
     """Return LiteLLM's translators of Messages and of Responses requests."""
     # Else LiteLLM fetches its price list over the network, and reads the folder's .env file.
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
@@ -47,13 +48,13 @@ def _litellm() -> tuple[Any, Any]:
 
 
 def chat_of_messages(
-    raw: dict[str, Any], provider_model: str | None = None
+    raw: dict[str, Any], provider_model: str
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Translate a Messages request.
 
     Args:
-        provider_model: LiteLLM's name (provider/model) of the model that answers; None for our
-            own. Thinking and cache marks are translated for this model.
+        provider_model: LiteLLM's name (provider/model) of the model that answers. Thinking and
+            cache marks are translated for this model.
 
     Returns:
         The chat request, and the full names of tools by the shortened ones.
@@ -61,36 +62,31 @@ def chat_of_messages(
     Raises:
         ApiError: LiteLLM cannot read the request (400).
     """
-    ours = ("model", "stream", "thinking") if provider_model is None else ("model", "stream")
-    known = {k: v for k, v in raw.items() if k not in ours}
-    model, provider = _target(provider_model)
+    known = {k: v for k, v in raw.items() if k not in ("model", "stream")}
+    provider = _provider(provider_model)
     with _reading("messages"):
-        chat, names = _litellm()[0].translate_completion_input_params_with_tool_mapping(
-            {**known, "model": model}, custom_llm_provider=provider
+        chat, names = translators()[0].translate_completion_input_params_with_tool_mapping(
+            {**known, "model": provider_model}, custom_llm_provider=provider
         )
     return {**chat, "model": raw["model"]}, names
 
 
-def chat_of_response(raw: dict[str, Any], provider_model: str | None = None) -> dict[str, Any]:
+def chat_of_response(raw: dict[str, Any], provider_model: str) -> dict[str, Any]:
     """Translate a Responses request; arguments and errors as with ``chat_of_messages``."""
-    model, provider = _target(provider_model)
+    provider = _provider(provider_model)
     with _reading("input"):
-        chat = _litellm()[1].transform_responses_api_request_to_chat_completion_request(
-            model=model, input=raw["input"], responses_api_request=raw, custom_llm_provider=provider
+        chat = translators()[1].transform_responses_api_request_to_chat_completion_request(
+            model=provider_model,
+            input=raw["input"],
+            responses_api_request=raw,
+            custom_llm_provider=provider,
         )
     return {**chat, "model": raw["model"]}
 
 
-def _target(provider_model: str | None) -> tuple[str, str | None]:
-    """Return the model and provider that LiteLLM translates for.
-
-    LiteLLM looks up there what a model can do. Ours has no entry in its tables, whatever name the
-    client uses ("claude-…" would keep Anthropic's own fields).
-    """
-    if provider_model is None:
-        return "policy", "agentrl"
+def _provider(provider_model: str) -> str | None:
     provider, slash, _ = provider_model.partition("/")
-    return provider_model, provider if slash else None
+    return provider if slash else None
 
 
 @contextlib.contextmanager

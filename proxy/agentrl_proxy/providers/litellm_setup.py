@@ -1,7 +1,7 @@
 """Import LiteLLM, build its Router and warm it up; service.py sends through it.
 
-LiteLLM takes 3 CPU-seconds and 170 MB to import, so that happens in a thread, and only where the
-configuration has a ``models`` table. Timeouts, retries and fallbacks are the Router's.
+LiteLLM takes 3 CPU-seconds and 170 MB to import. That happens before the gateway is ready, and only
+where the configuration has a ``models`` table. Timeouts, retries and fallbacks are the Router's.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from agentrl_proxy.dependencies import ProviderModel
-from agentrl_proxy.protocols.translation import IMPORTING
+from agentrl_proxy.protocols.translation import IMPORTING, translators
 
 
 def make_router(models: Mapping[str, ProviderModel]) -> Any:
     """Return the Router for these models. Takes seconds: call it in a thread."""
+    translators()
     with IMPORTING:
         os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else the import fetches a file
         import litellm

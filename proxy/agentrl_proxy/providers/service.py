@@ -18,6 +18,7 @@ never train. Does not know which protocol the client speaks (requests.py).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Mapping
@@ -25,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentrl_proxy.dependencies import GatewayDependencies, GatewayStats, ProviderModel
-from agentrl_proxy.errors import invalid, unavailable
+from agentrl_proxy.errors import ApiError, invalid, unavailable
 from agentrl_proxy.protocols import chat_objects
 from agentrl_proxy.protocols.chat import PROVIDER_CHAT
 from agentrl_proxy.providers import litellm_setup
@@ -93,11 +94,11 @@ class ProviderService:
         self._router: asyncio.Task[Any] | None = None
         self._refused: dict[str, set[str]] = {}  # forced settings that a model refuses
 
-    def start(self) -> None:
-        """Start importing LiteLLM, so that the first request need not wait for it."""
+    async def start(self) -> None:
+        """Import LiteLLM if there are models for it. Its import would stall running requests."""
         if self._models:
-            making = asyncio.to_thread(litellm_setup.make_router, self._models)
-            self._router = asyncio.create_task(making)
+            with contextlib.suppress(ApiError):  # logged; the next request tries again
+                await self._ready_router()
 
     async def close(self) -> None:
         if self._router is not None and self._router.done() and not self._router.exception():
@@ -236,10 +237,10 @@ class ProviderService:
         """Raise an ApiError (503) if LiteLLM is not importable or rejects the configuration."""
         router = self._router
         if router is None or (router.done() and router.exception() is not None):
-            self.start()  # a failure may pass
-        assert self._router is not None
+            making = asyncio.to_thread(litellm_setup.make_router, self._models)
+            router = self._router = asyncio.create_task(making)  # again: a failure may pass
         try:
-            return await asyncio.shield(self._router)
+            return await asyncio.shield(router)
         except Exception as error:
             said = self._redaction.clean(f"{type(error).__name__}: {error}")
             message = f"LiteLLM, which calls providers' models, does not start: {said}"

@@ -128,7 +128,8 @@ class Conversations:
     def get(self, key: ConversationKey) -> Said | None:
         said = self._said.get(key)
         if said is not None:
-            self._said.move_to_end(key)
+            with contextlib.suppress(KeyError):  # large requests are rendered in a thread
+                self._said.move_to_end(key)
         return said
 
     def answers(self, asked: str, adapter: str | None) -> list[Said]:
@@ -136,13 +137,13 @@ class Conversations:
         digest = _digest(asked)
         return [
             said
-            for key, said in self._said.items()
+            for key, said in [*self._said.items()]
             if said.asked == digest and key.adapter == adapter
         ]
 
     def of(self, messages: bytes) -> list[ConversationKey]:
         """Return the remembered conversations with these messages, whatever tools and adapter."""
-        return [key for key in self._said if key.messages == messages]
+        return [key for key in [*self._said] if key.messages == messages]
 
 
 def render_prompt(
@@ -151,8 +152,16 @@ def render_prompt(
     messages: Sequence[Message],
     tools: list[dict[str, Any]] | None,
     adapter: str | None,
+    limit: int | None = None,
 ) -> Prompt:
-    """Render wire messages to a prompt, continuing a remembered conversation where possible."""
+    """Render wire messages to a prompt, continuing a remembered conversation where possible.
+
+    Args:
+        limit: the context length, if it is known.
+
+    Raises:
+        ApiError: the template refuses the messages, or they are too long (400).
+    """
     normal = renderer.normalize(messages)
     text = renderer.text(normal, tools)
     opened = text.endswith(renderer.generation_prompt)
@@ -175,13 +184,13 @@ def render_prompt(
             known, why = conversations.get(keys[count]), None
             if known is None and tried < _COMPARED_AS_TEXT:
                 known, why = _written_alike(renderer, conversations, normal[:count], tools, adapter)
-            ids = known and _continue(renderer, known.ids(), normal[:count], tools, text)
+            ids = known and _continue(renderer, known.ids(), normal[:count], tools, text, limit)
             if ids is not None:
                 continues = known
                 break
             branched = branched or why or _reason(conversations, normal, keys[count])
     if ids is None:
-        ids = renderer.encode(text)
+        ids = renderer.encode(text, limit)
     return Prompt(ids, text, normal, keys[-1], continues, branched, opened)
 
 
@@ -248,6 +257,7 @@ def _continue(
     beginning: list[Message],
     tools: list[dict[str, Any]] | None,
     whole: str,
+    limit: int | None,
 ) -> list[int] | None:
     """Return remembered tokens, turn end and the later messages; None if history was rewritten.
 
@@ -265,7 +275,7 @@ def _continue(
         prefix = renderer.decode_raw(known) + ending
         if not whole.startswith(prefix):
             return None
-    return [*known, *renderer.encode(ending + whole[len(prefix) :])]
+    return [*known, *renderer.encode(ending + whole[len(prefix) :], limit)]
 
 
 def _reason(conversations: Conversations, messages: list[Message], key: ConversationKey) -> Branch:

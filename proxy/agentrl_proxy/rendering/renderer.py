@@ -10,10 +10,11 @@ import contextlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
-from agentrl_proxy.errors import invalid
+from agentrl_proxy.errors import context_length_exceeded, invalid
+from agentrl_proxy.rendering import prompt_length
 from agentrl_proxy.rendering.reply import ParsedReply
 from agentrl_proxy.rendering.templates import THINKING_SWITCHES, switches
 from agentrl_proxy.rendering.templates import response_template as family_template
@@ -21,6 +22,8 @@ from agentrl_proxy.rendering.tool_call_parser import ReplyParser, ReplyTemplate,
 
 Message = dict[str, Any]
 MAX_VARIANTS = 32  # each takes half a millisecond to make
+
+_LONG_TEXT = 4096  # characters
 
 
 class Renderer:
@@ -75,6 +78,11 @@ class Renderer:
         self.vocab_size = len(tokenizer)
         self._byte_level = "ByteLevel" in str(tokenizer.backend_tokenizer.decoder)
 
+    @cached_property
+    def longest_token(self) -> int | None:
+        """How many bytes of a text a token can stand for; None: any number."""
+        return prompt_length.longest_token(self.tokenizer.backend_tokenizer)
+
     def with_switches(
         self, thinking: bool | None, effort: str | None, kwargs: Mapping[str, Any]
     ) -> Renderer:
@@ -108,12 +116,13 @@ class Renderer:
             if len(self._variants) >= MAX_VARIANTS:
                 self._variants.clear()
             template, stop_ids = self._given
-            self._variants[name] = Renderer(
+            variant = self._variants[name] = Renderer(
                 self.tokenizer,
                 response_template=template,
                 stop_ids=stop_ids,
                 template_kwargs=asked,
             )
+            variant.longest_token = self.longest_token
         return self._variants[name]
 
     def normalize(self, messages: Sequence[Message]) -> list[Message]:
@@ -161,14 +170,42 @@ class Renderer:
             message = f"the model's chat template refused the messages: {why}"
             raise invalid("messages", message) from None
 
-    def encode(self, text: str) -> list[int]:
-        # As apply_chat_template(tokenize=True) does: the template writes the special tokens.
+    def encode(
+        self,
+        text: str,
+        limit: int | None = None,
+        *,
+        special: bool = False,
+        param: str = "messages",
+    ) -> list[int]:
+        """Return the ids of a text.
+
+        Args:
+            limit: the context length. A text that certainly has as many tokens is refused without
+                tokenizing all of it.
+            special: whether the tokenizer adds its own special tokens. A chat template writes them.
+            param: the request's field, for errors.
+
+        Raises:
+            ApiError: the text is too long, or not Unicode (400).
+        """
+        backend = self.tokenizer.backend_tokenizer
         try:
-            return self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+            if len(text) < _LONG_TEXT:
+                return backend.encode(text, add_special_tokens=special).ids
+            # Other threads run meanwhile; ``encode`` would hold them up.
+            encode = backend.encode_batch_fast
+            if limit is not None:
+                longest = self.longest_token
+                least = prompt_length.exceeds(
+                    text, limit, longest, lambda piece: len(encode([piece])[0].ids)
+                )
+                if least is not None:
+                    raise context_length_exceeded(least, limit, param, at_least=True)
+            return encode([text], add_special_tokens=special)[0].ids
         except (TypeError, UnicodeEncodeError):
             # Tool arguments are JSON inside a string, which may escape a lone surrogate.
-            message = "messages contain a lone surrogate, which is not Unicode text"
-            raise invalid("messages", message) from None
+            raise invalid(param, param, f"{param}: a lone surrogate is not Unicode text") from None
 
     def render(
         self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None

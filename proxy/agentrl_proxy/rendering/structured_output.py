@@ -26,7 +26,7 @@ import json
 import re
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import orjson
 
@@ -34,12 +34,22 @@ from agentrl_proxy.errors import invalid
 from agentrl_proxy.rendering.renderer import Renderer
 from agentrl_proxy.rendering.reply import ToolCall
 
-if TYPE_CHECKING:
-    from agentrl_proxy.protocols.chat import ChatRequest
-
 # Allows pretty-printed JSON, but no endless whitespace, into which small models fall.
 _WHITESPACE = r"(\n[ \t]{0,32}| )?"
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]+")
+
+
+class ConstrainedRequest(Protocol):
+    """What a request may demand of its answer's form: protocols.chat.ChatRequest says more."""
+
+    @property
+    def tools(self) -> list[dict[str, Any]] | None: ...
+    @property
+    def response_format(self) -> dict[str, Any] | None: ...
+    @property
+    def tool_choice(self) -> str: ...
+    @property
+    def parallel_tool_calls(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +68,7 @@ class Constraints:
         self._renderer = renderer
         self._known: dict[bytes, Constraint] = {}
 
-    async def of(self, request: ChatRequest, *, opened: bool = True) -> Constraint | None:
+    async def of(self, request: ConstrainedRequest, *, opened: bool = True) -> Constraint | None:
         """Return what the sampler has to enforce; None: nothing.
 
         Args:
@@ -89,7 +99,7 @@ class Constraints:
         """How the model writes tool calls; None if no grammar can repeat it."""
         return probe_tool_form(self._renderer)
 
-    def _compile(self, request: ChatRequest, opened: bool) -> Constraint:
+    def _compile(self, request: ConstrainedRequest, opened: bool) -> Constraint:
         rules, bodies, missed = list[str](), list[str](), list[str]()
         kind = param = "tool_choice"
         format = request.response_format
@@ -110,7 +120,7 @@ class Constraints:
         _check(grammar, param, f"{param} cannot be enforced")
         return Constraint(kind, grammar, param, tuple(missed))
 
-    def _calls(self, request: ChatRequest, param: str, missed: list[str]) -> list[str]:
+    def _calls(self, request: ConstrainedRequest, param: str, missed: list[str]) -> list[str]:
         form = self._form
         if form is None:
             raise invalid(

@@ -2,11 +2,9 @@
 
 Uses response templates (transformers >= 5.13). A reply reads the same in pieces and as a whole.
 
-Content, reasoning and the arguments of JSON tool calls stream. A malformed call is text, from its
-begin to the end of the reply; calls before it stay calls. What a stream has shown of it by then
-stays an unfinished call (``withdrawn``) in the streamed message, whose content has the text as well
-and whose finish reason is not "tool_calls". Calls in other notations are known at the end of the
-reply only, so they do not stream.
+Content and reasoning stream. A JSON tool call is shown when it is complete and well-formed, because
+agents act on what they were shown. A malformed call is text, from its begin to the end of the
+reply; calls before it stay calls. Calls in other notations are known at the end of the reply only.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
-from agentrl_proxy.rendering.reply import CallReader, ParsedReply, ToolCall, tool_call
+from agentrl_proxy.rendering.reply import ParsedReply, ToolCall, read_call, tool_call
 
 # The tools, whose schemas give types to untyped notations; or whether there are any.
 Tools = bool | list[dict[str, Any]]
@@ -63,7 +61,7 @@ class ReplyTemplate:
 
         spec = self._spec
         if self.streams_calls:
-            # transformers delimits calls, and CallReader reads them. transformers refuses a
+            # transformers delimits calls, and ``read_call`` reads them. transformers refuses a
             # template whose transform uses no named group.
             calls = spec["fields"]["tool_calls"]
             whole = calls["transform"]["function"] == "{content}"
@@ -102,16 +100,12 @@ class ReplyParser:
         self._reasoning = ""
         self._thought = ""  # the current thought as written
         self._calls: list[ToolCall] = []
-        self._open: CallReader | None = None  # the call that is not complete
+        self._open: str | None = None  # the text so far of the call that is not complete
+        self._name: str | None = None  # its name, if that stands before the text
         self._open_at = 0  # where its delimiter begins in raw
         self._shown = ParsedReply()
         self._malformed = False
         self._marks = format.plain_without  # None once a delimiter may have begun
-
-    @property
-    def withdrawn(self) -> list[ToolCall]:
-        """Calls that ``feed`` began to show and ``finish`` found malformed."""
-        return self._shown.tool_calls[len(self._calls) :]
 
     @property
     def text(self) -> str:
@@ -207,16 +201,15 @@ class ReplyParser:
             if self._one_call and self._calls:
                 self.ended_at = found.start()
                 return
-            self._open, self._open_at = CallReader(found.groupdict().get("name")), found.start()
-            self._read_to = found.end()
+            self._open, self._name = "", found.groupdict().get("name")
+            self._open_at, self._read_to = found.start(), found.end()
             return
-        call = self._open
-        assert call is not None
+        assert self._open is not None
         if event["type"] == "region_chunk":
-            call.feed(event["text"])
+            self._open += event["text"]
         else:
-            self._calls.append(call.finish())
-            self._pass_over(call.text)
+            self._calls.append(read_call(self._open, self._name))
+            self._pass_over(self._open)
             self._open = None
 
     def _pass_over(self, text: str) -> None:
@@ -231,29 +224,22 @@ class ReplyParser:
     def _show(self) -> ParsedReply:
         if self._malformed or (self._before_calls >= 0 and not self._format.streams_calls):
             return ParsedReply()
-        calls = self._calls
-        if self._open is not None and (begun := self._open.begun) is not None:
-            calls = [*calls, begun]
         # Trailing whitespace belongs to the reasoning only if more follows.
-        return self._reveal(self._certain_content(), self._reasoning.rstrip(), calls)
+        return self._reveal(self._certain_content(), self._reasoning.rstrip(), self._calls)
 
     def _reveal(self, content: str, reasoning: str, calls: list[ToolCall]) -> ParsedReply:
         """Return what has not been shown of this reply. From now on it has."""
         shown = self._shown
         piece = ParsedReply(content[len(shown.content) :], reasoning[len(shown.reasoning) :])
         shown.content, shown.reasoning = content, reasoning
-        for index in range(max(len(shown.tool_calls) - 1, 0), len(calls)):
-            call = calls[index]
-            if index == len(shown.tool_calls):
-                piece.pieces.append({"index": index, **call.as_dict()})
-            elif rest := call.arguments[len(shown.tool_calls[index].arguments) :]:
-                piece.pieces.append({"index": index, "function": {"arguments": rest}})
-            shown.tool_calls[index:] = [call]
+        for index, call in enumerate(calls[len(shown.tool_calls) :], len(shown.tool_calls)):
+            piece.pieces.append({"index": index, **call.as_dict()})
+            shown.tool_calls.append(call)
         return piece
 
 
 def _is_json_call(field: dict[str, Any] | None) -> bool:
-    """Return whether calls are JSON in one of the two shapes that CallReader reads."""
+    """Return whether calls are JSON in one of the two shapes that ``read_call`` reads."""
     if field is None or field.get("content") != "json" or field.get("content_args"):
         return False
     transform = field.get("transform")

@@ -85,10 +85,12 @@ class ClientRequest:
     body: InitVar[bytes]
     headers: Mapping[str, str]
     memory: AttemptMemory | None  # of the attempt that sent it; None: outside rollouts
+    large: bool = False  # see server/large_requests.py
     dialect: chat_objects.Dialect = field(init=False)
     agent: str | None = field(init=False)
     key: bytes = field(init=False)
     """What identical requests share: body, protocol, agent and idempotency key."""
+    size: int = field(init=False)  # of the body, in bytes
     heading: chat_objects.Heading = field(init=False)  # of the answer to all parts
     answer: asyncio.Future[Completion | None] = field(
         default_factory=asyncio.Future[Any], init=False
@@ -103,6 +105,7 @@ class ClientRequest:
     commits: ClassVar[set[asyncio.Task[Any]]] = set()  # kept until they end
 
     def __post_init__(self, body: bytes) -> None:
+        self.size = len(body)
         self.dialect, self.agent = self.parts[0].dialect, agent_name(self.headers)
         name = self.headers.get("idempotency-key", "")
         key = blake2b(f"{self.dialect.id_prefix}{self.agent}\0{name}\0".encode(), digest_size=16)

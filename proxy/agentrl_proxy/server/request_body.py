@@ -12,6 +12,7 @@ from starlette.types import Receive
 
 from agentrl_proxy.dependencies import ConnectionLimits, GatewayStats
 from agentrl_proxy.errors import ApiError, body_too_large, invalid, overloaded
+from agentrl_proxy.server.large_requests import LargeRequests
 
 _UNCOUNTED_BYTES = 64 * 1024  # of each body, so that small requests pass while large ones are stuck
 
@@ -23,28 +24,35 @@ class BodyReader:
     max_bytes: int  # of one body, before and after decompression
     limits: ConnectionLimits
     stats: GatewayStats
+    large: LargeRequests
     _arriving: int = 0  # counted bytes of bodies that have not arrived entirely
 
-    async def read(self, receive: Receive, headers: Mapping[str, str]) -> bytes:
+    async def read(
+        self, receive: Receive, headers: Mapping[str, str], max_bytes: int | None = None
+    ) -> bytes:
         """Return the decompressed body.
+
+        Args:
+            max_bytes: a lower limit than that of all bodies.
 
         Raises:
             ApiError: 413 too large, 408 too slow, 429 too many large bodies at once, 415 unknown
                 encoding, 400 broken or incomplete.
         """
+        max_bytes = min(max_bytes or self.max_bytes, self.max_bytes)
         declared = headers.get("content-length", "")
-        if declared.isdecimal() and int(declared) > self.max_bytes:
-            raise body_too_large(self.max_bytes)
-        body = await self._receive(receive)
+        if declared.isdecimal() and int(declared) > max_bytes:
+            raise body_too_large(max_bytes)
+        body = await self._receive(receive, max_bytes)
         encoding = headers.get("content-encoding", "identity").strip().lower()
         if encoding in ("", "identity"):
             return body
         if encoding not in ("gzip", "deflate"):
             message = f"content-encoding must be gzip or deflate; got {encoding[:40]!r}"
             raise ApiError(415, message, code="unsupported_encoding")
-        return _decompress(body, self.max_bytes)
+        return await self.large.run(True, _decompress, body, max_bytes)
 
-    async def _receive(self, receive: Receive) -> bytes:
+    async def _receive(self, receive: Receive, max_bytes: int) -> bytes:
         parts: list[bytes] = []
         size = counted = 0
         more = True
@@ -56,8 +64,8 @@ class BodyReader:
                         raise invalid(None, "the client left before sending the whole body")
                     part, more = message.get("body", b""), message.get("more_body", False)
                     size += len(part)
-                    if size > self.max_bytes:
-                        raise body_too_large(self.max_bytes)
+                    if size > max_bytes:
+                        raise body_too_large(max_bytes)
                     new = max(size - _UNCOUNTED_BYTES - counted, 0)
                     if self._arriving + new > self.limits.receive_bytes:
                         self.stats.overloaded += 1

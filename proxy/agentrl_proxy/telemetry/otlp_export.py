@@ -128,6 +128,7 @@ class ExportingSink:
 
 def _call_span(call: Call) -> Span:
     """The gateway's span of a call, under the span that made it."""
+    prompt, sampled = call.tokens or (0, 0)
     return Span(
         trace_id=call.trace_id or _hash(call.attempt_id or call.response_id, 16),
         span_id=_hash(call.id, 8),
@@ -143,8 +144,8 @@ def _call_span(call: Call) -> Span:
             "gen_ai.request.model": call.model,
             RESPONSE_ID: call.response_id,
             "gen_ai.response.finish_reasons": [call.finish_reason] if call.finish_reason else None,
-            "gen_ai.usage.input_tokens": len(call.prompt_ids) or None,
-            "gen_ai.usage.output_tokens": len(call.response_ids) or None,
+            "gen_ai.usage.input_tokens": prompt or None,
+            "gen_ai.usage.output_tokens": sampled or None,
             AGENT_NAME: call.agent,
             "agentrl.adapter": call.adapter,
             "agentrl.adapter.version": call.adapter_version,

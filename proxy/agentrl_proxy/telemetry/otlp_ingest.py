@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -13,23 +12,34 @@ from starlette.responses import Response
 
 from agentrl_proxy.dependencies import TraceSink
 from agentrl_proxy.errors import ApiError, attempt_sealed, forbidden, invalid, unavailable
-from agentrl_proxy.protocols.fields import read_object
+from agentrl_proxy.protocols.fields import check_marks, read_object, shown
 from agentrl_proxy.requests.recording import trace_context
+from agentrl_proxy.server.large_requests import LargeRequests, is_large
 from agentrl_proxy.server.sse import json_response
 from agentrl_tracer.conventions import REQUEST_ID, REWARD_NAME, UNDELIVERED_SPAN
-from agentrl_tracer.schemas import AttemptRef, AttemptState, Reward, Span
+from agentrl_tracer.schemas import (
+    REWARD_RANGE,
+    AttemptRef,
+    AttemptState,
+    Reward,
+    Span,
+    is_reward,
+)
 
 log = logging.getLogger("agentrl.proxy")
 
 
 GivenUp = Callable[[AttemptRef, Sequence[str]], Awaitable[None]]
+_MAX_SPANS = 10_000  # in one export; OpenTelemetry's batches have 512
+_MAX_REWARDS = 1_000
 
 
 async def traces(
     writer: TraceSink,
+    large: LargeRequests,
     attempt: AttemptRef | None,
     body: bytes,
-    content_type: str,
+    headers: Mapping[str, str],
     note_given_up: GivenUp,
 ) -> Response:
     """Store an OTLP/HTTP export. Reward spans become rewards of the caller's attempt.
@@ -39,14 +49,20 @@ async def traces(
     """
     from agentrl_tracer.otlp_codec import parse_traces, rewards_in
 
+    content_type = headers.get("content-type", "")
     kind = content_type.partition(";")[0].strip().lower()
     if kind not in ("application/x-protobuf", "application/json"):
         allowed = "application/x-protobuf or application/json"
         message = f"content-type must be {allowed}; got {kind[:60]!r}"
         raise ApiError(415, message, code="unsupported_media_type")
     ids = (None, None) if attempt is None else (attempt.rollout_id, attempt.attempt_id)
+    if kind == "application/json":
+        check_marks(body)
     try:
-        spans = parse_traces(body, content_type, *ids)
+        spans = await large.run(is_large(body), parse_traces, body, content_type, *ids)
+        if len(spans) > _MAX_SPANS:
+            message = f"an export may have up to {_MAX_SPANS} spans; got {len(spans)}"
+            raise ApiError(413, message, code="body_too_large")
         rewards = [] if attempt is None else rewards_in(spans)
     except ValueError as error:
         raise invalid(None, str(error), code="invalid_otlp") from None
@@ -75,18 +91,20 @@ async def reward(
     for field in ("name", "response_id", "explanation"):
         text = fields.get(field)
         if text is not None and not isinstance(text, str):
-            raise invalid(field, f"{field} must be a string; got {text!r:.80}")
+            raise invalid(field, f"{field} must be a string; got {shown(text)}")
         if "\0" in (text or ""):  # PostgreSQL stores none
             raise invalid(field, f"{field} must not contain NUL characters")
     value, key = fields.get("value"), headers.get("idempotency-key") or secrets.token_hex(16)
     named: dict[str, tuple[str, Any]] = {key: (fields.get("name") or REWARD_NAME, value)}
     if isinstance(value, dict):
+        if len(value) > _MAX_REWARDS:
+            raise invalid("value", f"value may have up to {_MAX_REWARDS} names; got {len(value)}")
         named = {f"{key}/{name}": (name, number) for name, number in value.items()}
     if not named or any("\0" in name for name, _ in named.values()):
         raise invalid("value", "value must be a number, or an object of numbers by name")
     for _, number in named.values():
-        if type(number) not in (int, float) or not math.isfinite(number):
-            raise invalid("value", f"value must be a finite number; got {number!r:.80}")
+        if type(number) not in (int, float) or not is_reward(number):
+            raise invalid("value", f"{REWARD_RANGE}; got {shown(number)}")
     rewards = [
         Reward(
             attempt_id=attempt.attempt_id,

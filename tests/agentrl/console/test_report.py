@@ -76,7 +76,7 @@ def test_the_rollouts_that_branched_most_come_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = Store(str(tmp_path / "store.db"))
-    run_id = store.create_run("r", "train", {}, Policies())
+    store.create_run("r", "train", {}, Policies())
     branched = [Counter(continued=1, first_call=1, history=i) for i in range(1, 23)]
     groups = [PromptKinds(kinds, 1, f"r{i:02}") for i, kinds in enumerate(branched, 1)]
     groups[0] = replace(groups[0], rollouts=5)
@@ -84,7 +84,8 @@ def test_the_rollouts_that_branched_most_come_first(
     monkeypatch.setattr(Store, "continuity", Mock(return_value=groups))
     console = Console(width=200)
     with console.capture() as capture:
-        show_run(console, store, run_id)
+        [run] = store.runs()
+        show_run(console, store, run, "finished")
     store.close()
     said = [line.split() for line in capture.get().splitlines()]
     assert ["first", "call", "27"] in said

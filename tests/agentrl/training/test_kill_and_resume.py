@@ -1,14 +1,16 @@
-"""``kill -9`` at named moments: a resumed run learns what it would have, to the last bit."""
+"""Killed at named moments, a resumed run learns what it would have, to the last bit."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from signal import SIGINT, SIGKILL, SIGTERM
 from typing import Any
 
 import pytest
 from documented_metrics import undocumented
 from training_run import Run
 
+from agentrl.runs.recorded import state_of
 from agentrl_tracer.schemas import Purpose, RolloutState
 
 pytestmark = pytest.mark.timeout(600)
@@ -19,13 +21,18 @@ SYNCHRONOUS: dict[str, Any] = {
 
 
 def killed_and_whole(
-    folder: Path, agent: str, moments: list[tuple[str, int]], **settings: Any
+    folder: Path, agent: str, moments: list[tuple[str, int, int]], **settings: Any
 ) -> tuple[Run, Run]:
     """Make a run that is killed at each moment in turn, and one that is not; compare them."""
     whole = Run(folder / "whole", agent, **SYNCHRONOUS | settings).finish()
     run = Run(folder / "killed", agent, **SYNCHRONOUS | settings)
-    for moment, step in moments:
-        run.kill_at(moment, step)
+    for moment, step, by in moments:
+        run.kill_at(moment, step, by)
+        with run.store() as store:
+            [row] = store.runs()
+        # A process that was killed could not say so; its lock on the folder tells.
+        assert row["state"] == ("running" if by == SIGKILL else "interrupted")
+        assert state_of(run.folder, row) == "interrupted"
         saved = (run.folder.checkpoints / f"step-{step:08d}").exists()
         assert saved == (moment in ("publishing", "evaluating"))
     run.finish()
@@ -41,7 +48,7 @@ def test_two_adapters_with_a_value_function_are_killed_while_they_learn(tmp_path
     run, _ = killed_and_whole(
         tmp_path,
         "two_models",
-        [("optimizer", 1), ("writing", 2)],
+        [("optimizer", 1, SIGINT), ("writing", 2, SIGKILL)],
         adapters="asker,answerer",
         estimator="gae",
         loss="ppo",
@@ -58,7 +65,7 @@ def test_a_run_with_evaluations_and_resampling_is_killed_around_them(tmp_path: P
     run, whole = killed_and_whole(
         tmp_path,
         "dull",
-        [("evaluating", 1), ("rollouts", 2), ("publishing", 2)],
+        [("evaluating", 1, SIGKILL), ("rollouts", 2, SIGTERM), ("publishing", 2, SIGKILL)],
         resample_zero_variance=2,
         eval_every=1,
         trackers="tensorboard",
@@ -96,7 +103,11 @@ def test_an_asynchronous_run_that_is_killed_trains_nothing_twice(tmp_path: Path)
         max_staleness=1,
     )  # fmt: skip
     run.kill_at("publishing", 3)
-    run.finish()
+    with run.store() as store:  # as after a machine's death: the last writes are lost
+        store.drop_metrics_after(run.run_id, 2)
+    run.finish(run.start(cwd=tmp_path.parent))
+    assert "it knows the run up to step 2; later steps are made again" in run.output
+    assert "checkpoint step-00000003 was passed over: its run's records end at step 2" in run.output
 
     rows = run.steps()
     assert [row["step"] for row in rows] == [1, 2, 3, 4]

@@ -153,15 +153,20 @@ SIX = {"task_count": 6, "batch_size": 6, "steps": 1, "runners": 3, "max_attempts
 
 
 def test_every_failure_is_counted_under_its_name(tmp_path: Path) -> None:
-    run = Run(tmp_path, "troubled", **SIX).finish()
+    """And one rollout's numbers hurt no other: temperatures and rewards that overflow."""
+    run = Run(tmp_path, "troubled", **SIX | {"task_count": 9, "batch_size": 9}).finish()
     accounting = run.accounting()
+    [row] = run.steps()
+    assert row["step_refused"] == 0.0
+    assert row["off_policy/greedy"] == accounting.skipped["refused_reward"] == 4
+    assert "4 calls do not train, because a reward was refused" in run.output
     expected = {
         "failed_rollout", "no_reward", "not_trainable_model", "zero_advantage", "evaluation",
     }  # fmt: skip
     assert expected <= set(accounting.skipped)
     assert accounting.trained > 0
     assert "rollouts failed" in run.output
-    assert "emitted no reward" in run.output
+    assert "have no reward" in run.output
 
 
 def test_policies_are_counted_and_shown(tmp_path: Path) -> None:
@@ -266,3 +271,33 @@ def test_max_grad_norm_reaches_the_optimizer(tmp_path: Path, bound: float) -> No
     assert seen.grad_norm is not None
     assert seen.grad_norm > 1e-2
     assert given == pytest.approx(bound or seen.grad_norm, rel=1e-4)
+
+
+def test_a_row_that_is_not_finite_is_left_out_and_the_rest_of_the_step_trains(
+    tmp_path: Path,
+) -> None:
+    mask = [False, True, True, True]
+    good = TrainingRow([5, 6, 7, 8], mask, [-1.0] * 4, [0.0, 1.0, -2.0, 1.0])
+    bad = TrainingRow([5, 6, 9, 8], mask, [-500.0] * 4, [0.0, 1.0, 1.0, 1.0])
+    alone = StepBatch([good], [["c1"]], {"c1"})
+    mixed = StepBatch([bad, good], [["c0"], ["c1"]], {"c0", "c1"})
+    config, states, notes = TrainConfig(**nested(agent="x:y", tasks="tasks.jsonl")), [], []
+    with ServiceClient(folder=tmp_path) as service:
+        for batch in (alone, mixed):
+            client = service.create_lora_training_client("agentrl-tiny", rank=4, seed=1)
+            run: Any = SimpleNamespace(
+                clients={"policy": client},
+                config=config,
+                display=SimpleNamespace(note=notes.append),
+                learning_rate=lambda step: 1e-3,
+                result=lambda asked: asked.result(),
+            )
+            [seen] = update(run, 1, "policy", batch, PhaseTimer())
+            assert not seen.skipped_non_finite
+            found = client.local(lambda learner: learner.state_dict()).result()
+            states.append([found[name] for name in sorted(found)])
+            client.close().result()
+    assert mixed.trained == {"c1"}
+    assert mixed.skipped == {"c0": SkipReason.NON_FINITE}
+    assert "1 of 2 rows of step 1 are left out" in notes[0]
+    assert all(torch.equal(one, other) for one, other in zip(*states, strict=True))

@@ -14,6 +14,9 @@ from scripted_sampler import Running
     [
         '<tool_call>\n{"name": "search", "arguments": {q: "x"}}\n</tool_call>',
         'So: <tool_call>{"name": "search"',
+        '<tool_call>{"name": "search", "arguments": {"q": "Berlin"}}, oops</tool_call>',
+        '<tool_call>{"name": "search", "arguments": {"q": "Berlin", "n": }}</tool_call>',
+        '<tool_call>{"name": "search", "arguments": {"q": "Ber',
         "<tool_call>[1]</tool_call> and so on",
         "a < b <tool",
         "<think>hm",

@@ -82,6 +82,8 @@ RESPONSES: list[tuple[dict[str, Any], str, str]] = [
 MESSAGES: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens"),
     ({"max_tokens": 0}, "max_tokens must be an integer"),
+    ({"max_tokens": 2**31}, "max_tokens must be an integer from 1 to 2147483647"),
+    ({"top_k": 2**63}, "top_k must be an integer up to 2147483647"),
     ({"stop_sequences": [5]}, "stop_sequences[0] must be a non-empty string"),
     ({"stop_sequences": "x"}, "stop_sequences"),
     ({"tool_choice": {"type": "any"}}, "tool_choice 'any' needs tools"),

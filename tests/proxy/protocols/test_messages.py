@@ -124,18 +124,19 @@ def test_count_tokens(gateway: Running) -> None:
     assert seen.params.max_tokens == 9
 
 
-def test_a_call_that_breaks_after_its_beginning_was_streamed(gateway: Running) -> None:
-    """The client has its beginning: the stream still ends properly, and the row is complete."""
-    gateway.sampler.script = lambda *_: (
-        '<tool_call>\n{"name": "search", "arguments": {"q": "a", "k": oops}}\n</tool_call>'
-    )
+def test_a_call_that_breaks_is_text_in_a_stream_too(gateway: Running) -> None:
+    text = '<tool_call>\n{"name": "search", "arguments": {"q": "a", "k": oops}}\n</tool_call>'
+    gateway.sampler.script = lambda *_: text
     with claude(gateway) as api:
+        whole = api.messages.create(**ASKED, tools=TOOLS)
         events: Any = list(api.messages.create(**ASKED, tools=TOOLS, stream=True))
+    assert blocks(whole) == [{"type": "text", "text": text}]
     assert events[-1].type == "message_stop"
     begun = [e.content_block.type for e in events if e.type == "content_block_start"]
-    assert "tool_use" in begun
-    [call] = gateway.calls(gateway.claims[0])
-    assert call.state is CallState.COMPLETED
+    assert begun == ["text"]
+    assert "".join(e.delta.text for e in events if e.type == "content_block_delta") == text
+    calls = gateway.calls(gateway.claims[0])
+    assert {call.state for call in calls} == {CallState.COMPLETED}
 
 
 @pytest.mark.parametrize(

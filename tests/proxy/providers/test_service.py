@@ -29,8 +29,23 @@ from running_gateway import running
 from scripted_sampler import OPERATOR_KEY, Running
 
 from agentrl_proxy.dependencies import ProviderModel
+from agentrl_proxy.protocols import translation
 from agentrl_proxy.rendering.renderer import Renderer
 from agentrl_tracer.schemas import CallState, SkipReason
+
+
+def test_litellm_is_imported_before_the_gateway_serves(gateway: Running) -> None:
+    assert gateway.app.state.gateway.providers._router.done()
+    assert translation.translators.cache_info().currsize == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_usage_is_recorded(gateway: Running, provider: Running, stream: bool) -> None:
+    said = post_to(gateway, messages=USER, max_tokens=9, stream=stream)
+    assert said.status_code == 200
+    call = only_call(gateway)
+    [asked] = provider.sampler.requests
+    assert call.tokens == (len(asked.prompt_ids), len(asked.sampled[0]))
 
 
 def test_answer_is_recorded_and_not_trained(gateway: Running, provider: Running) -> None:

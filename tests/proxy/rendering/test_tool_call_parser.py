@@ -62,20 +62,14 @@ def in_pieces(parser: ReplyParser, pieces: list[str]) -> tuple[ParsedReply, Pars
         shown.content += piece.content
         shown.reasoning += piece.reasoning
         for one in piece.pieces:
-            function = one["function"]
-            if one["index"] == len(calls):
-                calls.append([function["name"], function["arguments"], one["id"]])
-            else:
-                assert one.keys() == {"index", "function"}
-                assert function.keys() == {"arguments"}
-                calls[one["index"]][1] += function["arguments"]
+            assert one["index"] == len(calls)
+            calls.append([one["function"]["name"], one["function"]["arguments"], one["id"]])
 
     for piece in pieces:
         take(parser.feed(piece))
     whole = parser.finish()
     take(parser.remainder(whole))
-    expected = [*whole.tool_calls, *parser.withdrawn]
-    assert calls == [[call.name, call.arguments, call.id] for call in expected]
+    assert calls == [[call.name, call.arguments, call.id] for call in whole.tool_calls]
     assert (shown.content, shown.reasoning) == (whole.content, whole.reasoning)
     return whole, shown
 
@@ -124,16 +118,16 @@ def test_a_rendered_call_is_what_the_model_would_say(family: str, speaker: Rende
     assert whole.content == ""
 
 
-def test_arguments_stream_before_the_call_ends(family: str, speaker: Renderer) -> None:
+def test_a_call_is_shown_when_it_is_complete(family: str, speaker: Renderer) -> None:
+    """Before the rest of the reply, where the family closes calls."""
     text = FAMILIES[family].said(("search", ARGUMENTS))
     parser = speaker.parser(tools=True, opened=family != "deepseek-r1")
     seen = [(i, piece) for i, c in enumerate(text) for piece in parser.feed(c).pieces]
-    first, last = seen[0], seen[-1]
-    assert first[1]["function"]["name"] == "search"
-    assert first[0] == text.index('{"q"') + 1  # the arguments' second character
-    assert last[0] <= text.index(ARGUMENTS) + len(ARGUMENTS)
-    assert len(seen) >= len(ARGUMENTS) - 2
-    assert "".join(piece["function"]["arguments"] for _, piece in seen) == ARGUMENTS
+    seen += [(len(text), piece) for piece in parser.remainder(parser.finish()).pieces]
+    [(at, call)] = seen
+    assert call["function"] == {"name": "search", "arguments": ARGUMENTS}
+    assert at >= text.index(ARGUMENTS) + len(ARGUMENTS)
+    assert (at < len(text)) == (family != "llama3")
 
 
 BROKEN = ['{"q": ', '{"q": "x",}', "{q: 1}", "[1]", '{"q": NaN}', '{"q": 1} {}', ""]
@@ -148,7 +142,6 @@ def test_malformed_calls_are_text(family: str, speaker: Renderer, arguments: str
         whole, shown = in_pieces(parser, pieces)
         assert whole == ParsedReply(content=text)
         assert shown.content == text
-        assert len(parser.withdrawn) <= 1
 
 
 @pytest.mark.parametrize("family", ["qwen2.5", "deepseek-v3"])
@@ -253,7 +246,6 @@ def test_any_chunking_gives_the_same_message(
         parser = speaker.parser(tools=tools)
         again, _ = in_pieces(parser, chunks)
         assert again == whole
-        assert len(parser.withdrawn) <= 1
 
 
 def test_untyped_arguments_are_cast_by_the_tools_schemas(tokenizer: Any) -> None:

@@ -14,6 +14,7 @@ from running_gateway import LIMITS
 
 from agentrl_proxy.dependencies import GatewayStats
 from agentrl_proxy.errors import ApiError
+from agentrl_proxy.server.large_requests import LargeRequests
 from agentrl_proxy.server.request_body import BodyReader
 
 KIB = 1024
@@ -45,7 +46,7 @@ class Arrival:
 
 class Reader(BodyReader):
     def __init__(self, max_bytes: int = KIB, **limits: Any) -> None:
-        super().__init__(max_bytes, replace(LIMITS, **limits), GatewayStats())
+        super().__init__(max_bytes, replace(LIMITS, **limits), GatewayStats(), LargeRequests())
 
 
 @pytest.fixture

@@ -68,8 +68,10 @@ def test_a_group_by_hand(
 
 
 def test_maxrl_takes_no_negative_rewards() -> None:
-    with pytest.raises(ValueError, match="maxrl takes rewards that are not negative"):
-        group_advantages([-1.0, 1.0], CreditSettings(estimator="maxrl"))
+    """One rollout that earns one does not end the run."""
+    group = group_advantages([-1.0, 1.0, 0.0], CreditSettings(estimator="maxrl"))
+    assert group.advantages == [None, 1.0, -1.0]
+    assert group.skipped == [SkipReason.NO_REWARD, None, None]
 
 
 rewards = st.lists(st.one_of(st.none(), st.floats(-1e6, 1e6)), max_size=9)

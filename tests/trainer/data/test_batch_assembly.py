@@ -51,6 +51,15 @@ def test_advantages_reach_the_sampled_tokens() -> None:
     assert batch.skipped == dict.fromkeys(("c1", "c2"), SkipReason.NON_FINITE_STEP)
 
 
+def test_rows_can_be_left_out() -> None:
+    batch = pair()
+    batch.keep_rows([1], SkipReason.NON_FINITE)
+    assert [row.advantages[-1] for row in batch.rows] == [-0.5]
+    assert (batch.trained, batch.skipped) == ({"c2"}, {"c1": SkipReason.NON_FINITE})
+    batch.keep_rows([], None)  # in a later epoch: it has trained
+    assert (batch.rows, batch.trained) == ([], {"c2"})
+
+
 @pytest.mark.parametrize("estimator", ["grpo", "reinforce", "turn", "gigpo", "gae"])
 def test_the_reasons_of_skipped_groups_add_up(estimator: str) -> None:
     """Also a group without any reward, and one that has shrunk to a member."""
@@ -136,11 +145,17 @@ def test_rewards_by_turn_go_to_the_turn_that_earned_them() -> None:
     assert turn_rewards(given, calls, []) == []
 
 
-@pytest.mark.parametrize("broken", [math.nan, math.inf])
-def test_a_reward_that_is_no_number_is_missing(broken: float) -> None:
-    batch = pair(earned=[reward("r1", broken), *WON])
-    assert batch.rewards == {"r1": None, "r2": 0.0}
-    assert batch.skipped == {"c1": SkipReason.NO_REWARD, "c2": SkipReason.SMALL_GROUP}
+@pytest.mark.parametrize("estimator", ["grpo", "turn", "gae"])
+@pytest.mark.parametrize("broken", [math.nan, math.inf, 1e308])
+def test_a_rollout_with_a_refused_reward_does_not_train(broken: float, estimator: str) -> None:
+    """Whatever else it earned. Two rewards of 1e308 have no sum."""
+    three = [*PAIR, rollout("r3")]
+    calls = [call_of(one.id, f"c{one.id[1]}") for one in three]
+    earned = [reward("r1", broken), *WON, reward("r3", broken)]
+    batch = assemble(three, calls, earned, replace(SETTINGS, estimator=estimator, min_group=1))
+    assert batch.rewards == {"r1": None, "r2": 0.0, "r3": None}
+    refused = {name: why for name, why in batch.skipped.items() if name != "c2"}
+    assert refused == dict.fromkeys(("c1", "c3"), SkipReason.REFUSED_REWARD)
     assert math.isfinite(batch.metrics()["reward/mean"])
 
 

@@ -15,7 +15,7 @@ from agentrl_trainer.inference.sampling import pick, uniforms
 def draw(logits: list[float], count: int = 3000, **options) -> list[float]:
     """Frequencies of each token over ``count`` rows."""
     params = [SampleParams(max_tokens=1, **options)] * count
-    picked = pick(torch.tensor([logits] * count), params, [uniforms(i) for i in range(count)])
+    picked = pick(torch.tensor([logits] * count), params, [next(uniforms(i)) for i in range(count)])
     raw = torch.tensor(logits).log_softmax(-1).tolist()
     for token, logprob in zip(picked.ids, picked.logprobs, strict=True):
         assert logprob == pytest.approx(raw[token], abs=1e-6), "log-probs are of the raw logits"
@@ -31,6 +31,7 @@ LOGITS = [math.log(p) for p in (0.1, 0.4, 0.2, 0.3)]
         ({}, [0.1, 0.4, 0.2, 0.3]),
         ({"temperature": 0}, [0, 1, 0, 0]),
         ({"temperature": 0.5}, [1 / 30, 16 / 30, 4 / 30, 9 / 30]),
+        ({"temperature": 1e-40}, [0, 1, 0, 0]),
         ({"top_k": 2}, [0, 4 / 7, 0, 3 / 7]),
         ({"top_k": 1}, [0, 1, 0, 0]),
         ({"top_k": 99}, [0.1, 0.4, 0.2, 0.3]),
@@ -51,15 +52,17 @@ def test_mixed_parameters_in_one_batch() -> None:
     logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(0))
     options = [{}, {"temperature": 0}, {"top_k": 3}, {"top_p": 0.5}, {"temperature": 0.7}, {}]
     params = [SampleParams(max_tokens=1, **o) for o in options]
-    together = pick(logits, params, [uniforms(i) for i in range(6)]).ids
-    alone = [pick(logits[i : i + 1], [params[i]], [uniforms(i)]).ids[0] for i in range(6)]
+    together = pick(logits, params, [next(uniforms(i)) for i in range(6)]).ids
+    alone = [pick(logits[i : i + 1], [params[i]], [next(uniforms(i))]).ids[0] for i in range(6)]
     assert together == alone
 
 
 def test_impossible_tokens_are_never_picked() -> None:
     logits = torch.full((500, 7), float("-inf"))
     logits[:, 2] = 0.0
-    picked = pick(logits, [SampleParams(max_tokens=1)] * 500, [uniforms(i) for i in range(500)])
+    picked = pick(
+        logits, [SampleParams(max_tokens=1)] * 500, [next(uniforms(i)) for i in range(500)]
+    )
     assert set(picked.ids) == {2}
 
 

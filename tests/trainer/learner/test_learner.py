@@ -261,6 +261,54 @@ def test_a_gradient_that_is_not_finite_is_refused_though_the_loss_is_fine() -> N
     assert_same(trainer.state_dict(), before)
 
 
+def overflows(row: TrainingRow) -> TrainingRow:
+    """Its loss is finite and its gradient is not: PPO's clip hides a ratio that overflows."""
+    return replace(row, logprobs=[-500.0] * len(row.tokens), advantages=[1.0] * len(row.tokens))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        lambda row: replace(row, advantages=[math.nan] * len(row.tokens)),
+        lambda row: replace(row, advantages=[1e308] * len(row.tokens)),
+        lambda row: replace(row, logprobs=[-math.inf] * len(row.tokens)),
+        lambda row: replace(row, extra={"temperature": [1e-40] * len(row.tokens)}),
+        overflows,
+    ],
+    ids=["advantage", "overflow", "logprob", "temperature", "gradient"],
+)
+@pytest.mark.parametrize("at", [(0,), (2, 5)])
+def test_rows_that_are_not_finite_are_found(
+    bad: Callable[[TrainingRow], TrainingRow], at: tuple[int, ...]
+) -> None:
+    trainer = learner(token_budget=60)
+    rows = data()
+    for place in at:
+        rows[place] = bad(rows[place])
+    assert trainer.step(rows, "ppo").skipped_non_finite
+    kept = trainer.finite_rows(rows, "ppo")
+    assert kept == [place for place in range(len(rows)) if place not in at]
+    assert gradients(trainer) == {}
+    assert not trainer.step([rows[place] for place in kept], "ppo").skipped_non_finite
+
+
+@pytest.mark.parametrize("build", [qwen3, llama])
+def test_a_row_whose_logprobs_are_not_finite_spoils_no_other(build: Any) -> None:
+    """In the attention of a trie they share a softmax."""
+    trainer = learner(build=build, off_start=True)
+    rows = [replace(row, tokens=[3, 4, *row.tokens[2:]]) for row in data()]
+    expected = trainer.forward(rows)
+    with torch.no_grad():
+        trainer.model.get_input_embeddings().weight[60] = math.inf
+    bad = replace(rows[2], tokens=[*rows[2].tokens[:2], 60, *rows[2].tokens[3:]])
+    clean = [place for place, row in enumerate(rows) if place != 2 and 60 not in row.tokens]
+    assert len(clean) > 3
+    found = trainer.forward([*rows[:2], bad, *rows[3:]])
+    assert not all(map(math.isfinite, found[2]))
+    for place in clean:
+        assert found[place] == pytest.approx(expected[place], abs=1e-5)
+
+
 def test_nothing_to_learn() -> None:
     trainer = learner()
     before = trainer.state_dict()

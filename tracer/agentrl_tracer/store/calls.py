@@ -29,12 +29,14 @@ _CALL_COLUMNS = [t.calls.c[name] for name in Call.__dataclass_fields__]
 # A verdict stands: a call judged while it was open keeps its verdict when it finishes.
 _VERDICT = ("trained_step", "skip_reason")
 _CALL_UPDATES = tuple(c.name for c in _CALL_COLUMNS if c.name not in ("id", *_VERDICT))
-_WITHOUT_BODIES = [c for c in _CALL_COLUMNS if c.name not in ("request", "response")]
+_WITHOUT_BODIES = [
+    sa.null().label(c.name) if c.name in ("request", "response") else c for c in _CALL_COLUMNS
+]
 _IN_ORDER = attrgetter("attempt_id", "seq", "choice")
 
 _ROW = (*(c.name for c in _CALL_COLUMNS), "gateway")
 _values = attrgetter(*Call.__dataclass_fields__)
-_ID, _RUN, _SKIP_REASON = (_ROW.index(name) for name in ("id", "run_id", "skip_reason"))
+_ID, _RUN, _STATE, _SKIP_REASON = map(_ROW.index, ("id", "run_id", "state", "skip_reason"))
 _TOKEN_BYTES = 4
 
 # Statements of the hot path are built once: building one costs as much as executing it.
@@ -147,7 +149,7 @@ class CallStore(VerdictStore, RewardStore):
     def same_requests(self, attempt_id: str, request: Json) -> list[PastCall]:
         """Return the attempt's calls with exactly this wire request, in order."""
         attempt = {"attempt_id": attempt_id}
-        rows = self.db.fetch(_SAME_REQUESTS, {**attempt, "request": json_text(request)})
+        rows = self.db.fetch_rows(_SAME_REQUESTS, {**attempt, "request": json_text(request)})
         calls = [_call(row) for row in rows]
         later = [(row["seq"], row["prompt_ids"]) for row in self.db.fetch(_PROMPTS, attempt)]
         return [PastCall(call, any(_continues(call, *other) for other in later)) for call in calls]
@@ -204,10 +206,8 @@ class CallStore(VerdictStore, RewardStore):
             query = query.where(self.db.among(t.calls.c.rollout_id, rollout_ids))
         if attempt_ids is not None:
             query = query.where(self.db.among(t.calls.c.attempt_id, attempt_ids))
-        left_out = {} if bodies else {"request": None, "response": None}
         # Sorted here: a database would copy the rows, tokens and all.
-        found = [_call({**row, **left_out}) for row in self.db.fetch(query)]
-        return sorted(found, key=_IN_ORDER)
+        return sorted((_call(row) for row in self.db.fetch_rows(query)), key=_IN_ORDER)
 
     def spans(self, rollout_id: str) -> list[Span]:
         """Return the rollout's spans in order of their start."""
@@ -247,6 +247,8 @@ def _continues(call: Call, seq: int, prompt: list[int]) -> bool:
     )
 
 
-def _call(row: Any) -> Call:
-    reason = row["skip_reason"] and SkipReason(row["skip_reason"])
-    return Call(**{**row, "state": CallState(row["state"]), "skip_reason": reason})
+def _call(row: Sequence[Any]) -> Call:
+    values = list(row)
+    values[_STATE] = CallState(values[_STATE])
+    values[_SKIP_REASON] = values[_SKIP_REASON] and SkipReason(values[_SKIP_REASON])
+    return Call(*values)

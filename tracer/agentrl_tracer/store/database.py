@@ -55,7 +55,9 @@ def open_engine(url: str) -> sa.Engine:
     codec: dict[str, Any] = {"json_serializer": json_text, "json_deserializer": json_value}
     try:
         parsed = sa.make_url(url)
-        if parsed.get_backend_name() == "postgresql":
+        if (backend := parsed.get_backend_name()) not in ("postgresql", "sqlite"):
+            raise ArgumentError(backend)
+        if backend == "postgresql":
             wanted = {key: value for key, value in _CONNECT.items() if key not in parsed.query}
             return sa.create_engine(url, pool_pre_ping=True, connect_args=wanted, **codec)
         engine = sa.create_engine(url, connect_args={"check_same_thread": False}, **codec)
@@ -64,7 +66,7 @@ def open_engine(url: str) -> sa.Engine:
             f"store: PostgreSQL needs {error.name}, which is not installed: "
             "pip install 'psycopg[binary]'"
         ) from error
-    except (ArgumentError, NoSuchModuleError) as error:
+    except (ArgumentError, NoSuchModuleError, ValueError) as error:
         raise StoreError(
             "store: must be a path, or a URL like postgresql://user@host/database"
         ) from error
@@ -111,7 +113,11 @@ class Database:
         self._compiled: dict[sa.Executable, CompiledStatement] = {}
         self._no_wait: Any = None  # a connection that never waits for a lock
         self._no_wait_thread = 0  # the only thread that may use it
-        self.patiently(partial(self._migrate, file))
+        try:
+            self.patiently(partial(self._migrate, file))
+        except BaseException:
+            self.engine.dispose()
+            raise
 
     def patiently(self, action: Callable[[], T]) -> T:
         """Repeat ``action``, a whole transaction, while the database is away; see ``faults``."""
@@ -205,11 +211,15 @@ class Database:
         return column.in_(sa.select(listed.c.value))
 
     def fetch(self, query: sa.Executable, parameters: Any = None) -> Sequence[sa.RowMapping]:
+        """Return all rows of one query, by column."""
+        return [row._mapping for row in self.fetch_rows(query, parameters)]
+
+    def fetch_rows(self, query: sa.Executable, parameters: Any = None) -> Sequence[sa.Row[Any]]:
         """Return all rows of one query."""
 
-        def attempt() -> Sequence[sa.RowMapping]:
+        def attempt() -> Sequence[sa.Row[Any]]:
             with self.read() as connection:
-                return connection.execute(query, parameters).mappings().all()
+                return connection.execute(query, parameters).all()
 
         return self.patiently(attempt)
 
@@ -228,7 +238,7 @@ class Database:
                 return compiled.first_value(self._no_wait, row)
 
         def attempt() -> Any:
-            with closing(self.engine.raw_connection()) as connection:
+            with self._driver_connection() as connection:
                 return compiled.first_value(connection, row)
 
         return self.patiently(attempt)
@@ -265,7 +275,7 @@ class Database:
         """
         with ExitStack() as held:
             if wait:
-                connection = held.enter_context(closing(self.engine.raw_connection()))
+                connection = held.enter_context(self._driver_connection())
                 held.enter_context(self._turn())
             else:
                 connection = self._no_wait = self._no_wait or self._open_no_wait()
@@ -278,6 +288,19 @@ class Database:
             except BaseException:
                 with suppress(Exception):  # the first error is the one to report
                     connection.rollback()
+                raise
+
+    @contextmanager
+    def _driver_connection(self) -> Iterator[Any]:
+        """Lend a connection of the pool, which drops it if it breaks."""
+        with closing(self.engine.raw_connection()) as connection:
+            try:
+                yield connection
+            except BaseException:
+                try:
+                    connection.rollback()
+                except Exception:
+                    connection.invalidate()
                 raise
 
     def _open_no_wait(self) -> Any:

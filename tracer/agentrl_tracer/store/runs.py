@@ -29,6 +29,7 @@ class RunStore(VerdictStore):
             "config": config,
             "policies": asdict(policies or Policies()),
             "created_at": time.time(),
+            "heartbeat_at": time.time(),
         }
         self.db.execute(self.db.upsert(t.runs), row)
         return row["id"]
@@ -36,11 +37,18 @@ class RunStore(VerdictStore):
     def resume_run(self, run_id: str, config: Json, policies: Policies) -> None:
         """Set a run to running again, with these settings and policies."""
         change = t.runs.update().where(t.runs.c.id == run_id)
-        change = change.values(state="running", ended_at=None, config=config)
+        change = change.values(
+            state="running", ended_at=None, config=config, heartbeat_at=time.time()
+        )
         self.db.execute(change.values(policies=asdict(policies)))
 
+    def beat(self, run_id: str) -> None:
+        """Note that the process of a run is alive."""
+        change = t.runs.update().where(t.runs.c.id == run_id)
+        self.db.execute(change.values(heartbeat_at=time.time()))
+
     def end_run(self, run_id: str, state: str) -> None:
-        """Set a run's state: finished or failed."""
+        """Set a run's state: finished, interrupted or failed."""
         change = t.runs.update().where(t.runs.c.id == run_id)
         self.db.execute(change.values(state=state, ended_at=time.time()))
 

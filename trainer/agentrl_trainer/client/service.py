@@ -242,15 +242,17 @@ class ServiceClient:
 
         return self._worker.submit(work)
 
-    def restore_checkpoint(self, root: Folder) -> APIFuture[Latest]:
+    def restore_checkpoint(
+        self, root: Folder, unknown_after: int | None = None
+    ) -> APIFuture[Latest]:
         """Restore the newest whole checkpoint below ``root``, if there is one.
 
         The same clients must exist as when it was saved. The result tells which checkpoint it is,
-        and which torn ones were passed over.
+        and which ones were passed over: those that are torn, and of steps after ``unknown_after``.
         """
 
         def work() -> Latest:
-            found = latest_checkpoint(root)
+            found = latest_checkpoint(root, unknown_after)
             if found.checkpoint is not None:
                 self._load_states(found.checkpoint)
                 restore_rng(found.checkpoint.rng)

@@ -200,6 +200,14 @@ class TrainingClient(Client):
         """
         return self._run(lambda: prepare(self._base.learner, rows, settings))
 
+    def finite_rows(
+        self, rows: Sequence[TrainingRow], loss_fn: str, loss_fn_config: LossConfig | None = None
+    ) -> APIFuture[list[int]]:
+        """Find the training rows whose own loss and gradient are finite, after a step that was
+        not. Gradients that no ``optim_step`` has applied are dropped."""
+        own = self._rows(rows, loss_fn)
+        return self._run(lambda: self._base.learner.finite_rows(own, loss_fn, loss_fn_config))
+
     def optim_step(
         self, optim_params: AdamParams | None = None, *, adam_params: AdamParams | None = None
     ) -> APIFuture[OptimStepResponse]:

@@ -76,12 +76,13 @@ class Estimator:
 
     ``compares``: the baseline is the rest of the group, so that one member alone, or members with
     equal rewards, carry no signal. ``whitens``: is divided by the standard deviation of the whole
-    step (``whiten_groups``).
+    step (``whiten_groups``). ``least``: rewards below it count as missing.
     """
 
     advantages: Callable[[Sequence[float]], list[float]]
     compares: bool
     whitens: bool = False
+    least: float = -math.inf
 
 
 def grpo(scores: Sequence[float]) -> list[float]:
@@ -107,16 +108,9 @@ def maxrl(scores: Sequence[float]) -> list[float]:
     """Center, then divide by the group's *mean*: MaxRL, arXiv:2602.02710.
 
     For rewards from 0 to 1 this is the gradient of a truncated series of the log of the success
-    probability, that is, of maximum likelihood: rare successes count more.
-
-    Raises:
-        ValueError: a reward is negative.
+    probability, that is, of maximum likelihood: rare successes count more. It takes no negative
+    rewards.
     """
-    if min(scores) < 0:
-        raise ValueError(
-            f"maxrl takes rewards that are not negative (successes), got {min(scores)}: shift the "
-            "rewards, or choose grpo"
-        )
     mean = _mean(scores)
     return [(score - mean) / mean for score in scores]
 
@@ -134,7 +128,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "rloo": Estimator(rloo, compares=True),
     # REINFORCE++-baseline, arXiv:2501.03262: the group's mean, then the step's deviation.
     "reinforce++": Estimator(grpo, compares=True, whitens=True),
-    "maxrl": Estimator(maxrl, compares=True),
+    "maxrl": Estimator(maxrl, compares=True, least=0.0),
     "reinforce": Estimator(reinforce, compares=False),
 }
 
@@ -144,13 +138,10 @@ BY_TOKEN = ("gae",)  # credit comes from a value function: see learner.prepare_b
 
 
 def group_advantages(rewards: Sequence[float | None], settings: CreditSettings) -> GroupAdvantages:
-    """Compute the advantages of one group. Rewards that are None or not finite count as missing.
-
-    Raises:
-        ValueError: the estimator does not go with the rewards.
-    """
+    """Compute the advantages of one group. Rewards that are None, or that the estimator does not
+    take, count as missing."""
     how = ESTIMATORS[settings.estimator]
-    known = [None if r is None or not math.isfinite(r) else r for r in rewards]
+    known = [None if r is None or not math.isfinite(r) or r < how.least else r for r in rewards]
     scores = [r for r in known if r is not None]
     teaches = not (how.compares and scores and _all_equal(scores))
     reason = group_reason(len(scores), settings.min_group, compares=how.compares, teaches=teaches)

@@ -7,7 +7,7 @@ on, or skipped with one reason" is kept; the reasons themselves are ``skip_reaso
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from statistics import fmean, pstdev
@@ -57,6 +57,8 @@ class StepBatch:
     """Invariant: each call of the step is in ``trained`` or in ``skipped``, never in both."""
 
     rows: list[TrainingRow] = field(default_factory=list[TrainingRow])
+    calls_of_rows: list[list[str]] = field(default_factory=list[list[str]])
+    """The ids of the calls that each row trains."""
     trained: set[str] = field(default_factory=set[str])
     skipped: dict[str, SkipReason] = field(default_factory=dict[str, SkipReason])
     rewards: dict[str, float | None] = field(default_factory=dict[str, float | None])
@@ -74,6 +76,16 @@ class StepBatch:
         """Mark all calls as skipped: the learner did not apply the step."""
         self.skipped |= dict.fromkeys(self.trained, why)
         self.trained = set()
+
+    def keep_rows(self, kept: Collection[int], why: SkipReason | None) -> None:
+        """Leave the other rows out; their calls are skipped, unless ``why`` is None: they have
+        trained in an epoch before."""
+        lost = {c for i, ids in enumerate(self.calls_of_rows) if i not in kept for c in ids}
+        if why is not None:
+            self.skipped |= dict.fromkeys(lost, why)
+            self.trained -= lost
+        self.rows = [self.rows[i] for i in kept]
+        self.calls_of_rows = [self.calls_of_rows[i] for i in kept]
 
     def shrunk(self) -> int:
         """Count groups that failures and missing rewards left too small to compare.
@@ -161,12 +173,15 @@ def assemble(
     owners: list[str] = []
     for member in members:
         reason = reasons[member.rollout.id]
+        if reason is SkipReason.NO_REWARD and member.rewards:
+            reason = SkipReason.REFUSED_REWARD
         if reason is not None:
             batch.skipped |= {call.id: reason for call in member.turns}
             continue
         batch.trained |= {call.id for call in member.turns}
         batch.off_policy.update(how for call in member.turns for how in _deviations(call))
         batch.rows += [_row(path, member, credit, settings) for path in member.trajectories]
+        batch.calls_of_rows += [path.call_ids for path in member.trajectories]
         owners += [member.rollout.id] * len(member.trajectories)
     batch.rows = normalize_lengths(
         batch.rows, owners, settings.length_normalization, settings.length_constant

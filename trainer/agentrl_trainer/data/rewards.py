@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
-from agentrl_tracer.schemas import POLICY_REWARD_KEY, Call, Reward, Rollout, RolloutState
+from agentrl_tracer.schemas import (
+    POLICY_REWARD_KEY,
+    Call,
+    Reward,
+    Rollout,
+    RolloutState,
+    is_reward,
+)
 from agentrl_trainer.data.trajectories import call_order
 
 Record = TypeVar("Record", Call, Reward)
@@ -35,11 +41,11 @@ def winning_rewards(rollout: Rollout, rewards: Sequence[Reward]) -> list[Reward]
 def rollout_reward(rollout: Rollout, rewards: Sequence[Reward]) -> float | None:
     """Sum what the winning attempt emitted; None without a reward or a winner.
 
-    None too if the sum is not finite: a NaN tells nothing about what was earned.
+    None too if one of the rewards was refused: the others are not what was earned.
     """
     earned = [float(reward.value) for reward in winning_rewards(rollout, rewards)]
     total = sum(earned)
-    return total if earned and math.isfinite(total) else None
+    return total if earned and all(map(is_reward, earned)) else None
 
 
 def rollout_rewards(

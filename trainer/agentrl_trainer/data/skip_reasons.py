@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from agentrl_tracer.schemas import Call, CallState, Rollout, RolloutState, SkipReason
+from agentrl_tracer.schemas import GREEDY_BELOW, Call, CallState, Rollout, RolloutState, SkipReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,13 +147,14 @@ left its group, so why the others do not train comes first."""
 def sampled_otherwise(call: Call) -> str | None:
     """Name how sampling deviated from the policy at its temperature; None if it did not.
 
-    One of ``greedy`` (temperature 0), ``filtered`` (top-p, top-k), ``biased`` (logit_bias) and
-    ``constrained`` (a grammar that forbade something). Log-probs are recorded of the policy at
-    temperature 1 in each case, so importance ratios never contain this deviation.
+    One of ``greedy`` (temperature 0, or below ``GREEDY_BELOW``), ``filtered`` (top-p, top-k),
+    ``biased`` (logit_bias) and ``constrained`` (a grammar that forbade something). Log-probs are
+    recorded of the policy at temperature 1 in each case, so importance ratios never contain this
+    deviation.
     """
     params = call.params
     top_p, top_k = params.get("top_p"), params.get("top_k")
-    if params.get("temperature") == 0:
+    if _temperature(call) < GREEDY_BELOW:
         return "greedy"
     if (top_p is not None and top_p < 1) or (top_k is not None and top_k > 0):
         return "filtered"
@@ -181,7 +182,13 @@ def importance_weight(call: Call) -> float | None:
 
 def temperature_of(call: Call) -> float:
     """Return the temperature that the answer was sampled at, and trains at; 1 for greedy ones."""
-    return float(call.params.get("temperature") or 1.0)
+    temperature = _temperature(call)
+    return 1.0 if temperature < GREEDY_BELOW else temperature
+
+
+def _temperature(call: Call) -> float:
+    temperature = call.params.get("temperature")
+    return 1.0 if temperature is None else float(temperature)
 
 
 def token_versions(call: Call) -> list[int]:

@@ -300,6 +300,7 @@ class SamplerEngine:
         for seq in left:
             self._scheduler.finish(seq, "error" if why else "cancelled", why)
         for _, done in commands:
-            done.set_exception(RequestError("engine_stopped", why or "the sampler stopped"))
+            if done.set_running_or_notify_cancel():  # else its caller has canceled it
+                done.set_exception(RequestError("engine_stopped", why or "the sampler stopped"))
         with contextlib.suppress(Exception):  # it may be what ended the thread
             self._after_round()

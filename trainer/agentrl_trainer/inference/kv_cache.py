@@ -137,7 +137,7 @@ class KVPool:
             return
         try:
             kv = kv.copied()
-        except RuntimeError:  # out of memory; a prefix is optional
+        except (RuntimeError, MemoryError):  # a prefix is optional
             log.warning("no memory to keep a prefix of %d tokens", size)
             return
         # A conversation's next turn contains the previous one: keep only the longer.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
+
+from agentrl_tracer.schemas import GREEDY_BELOW
 
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "error"]
 
@@ -31,7 +34,7 @@ class SampleParams:
     max_tokens: int
     """Most tokens to sample, stop token included; the context length caps it further."""
     temperature: float = 1.0
-    """0 is greedy."""
+    """Below ``GREEDY_BELOW`` it is greedy."""
     top_p: float = 1.0
     top_k: int = 0
     """0 keeps all tokens."""
@@ -50,6 +53,14 @@ class SampleParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(token id, number added to its logit before temperature and filters)."""
 
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+
+LARGEST_COUNT = 2**31 - 1
+"""More would not fit into the tensors of a batch."""
+
 
 def check_params(p: SampleParams) -> None:
     """Raise RequestError naming the first parameter that is out of range."""
@@ -57,10 +68,14 @@ def check_params(p: SampleParams) -> None:
         (p.max_tokens < 1, f"max_tokens must be at least 1, not {p.max_tokens}"),
         (not 0 <= p.temperature <= 100, f"temperature must be in 0..100, not {p.temperature}"),
         (not 0 < p.top_p <= 1, f"top_p must be above 0 and at most 1, not {p.top_p}"),
-        (p.top_k < 0, f"top_k must be at least 0, not {p.top_k}"),
+        (not 0 <= p.top_k <= LARGEST_COUNT, f"top_k must be in 0..{LARGEST_COUNT}, not {p.top_k}"),
         (p.n < 1, f"n must be at least 1, not {p.n}"),
         (p.top_logprobs < 0, f"top_logprobs must be at least 0, not {p.top_logprobs}"),
         ("" in p.stop, "stop strings must not be empty"),
+        (
+            not all(math.isfinite(bias) for _, bias in p.logit_bias),
+            "logit_bias must hold finite numbers",
+        ),
     ):
         if wrong:
             raise RequestError("invalid_parameter", message)

@@ -56,19 +56,15 @@ class Picked:
 def pick(
     logits: torch.Tensor,
     params: Sequence[SampleParams],
-    numbers: Sequence[Iterator[float]],
+    numbers: Sequence[float],
     steering: Steering | None = None,
 ) -> Picked:
-    """Sample one token per row of ``logits`` ``[rows, vocab]``, with the row's next uniform number.
+    """Sample one token per row of ``logits`` ``[rows, vocab]``, with a uniform number for each row.
 
     Log-probabilities are of the raw logits in float32, before steering, temperature and filters.
     """
     logits = logits.float()
-    u = torch.tensor(  # a greedy row consumes no number
-        [0.0 if p.temperature == 0 else next(u) for p, u in zip(params, numbers, strict=True)],
-        dtype=torch.float64,
-        device=logits.device,
-    )
+    u = torch.tensor(numbers, dtype=torch.float64, device=logits.device)
     probs = torch.softmax(logits, dim=-1)
     # Log-probabilities as log_softmax gives them, but without its pass over the vocabulary.
     most = logits.amax(dim=-1, keepdim=True)
@@ -108,13 +104,13 @@ def _sampled(
     logits: torch.Tensor, probs: torch.Tensor, params: Sequence[SampleParams], u: torch.Tensor
 ) -> torch.Tensor:
     """``probs``: the softmax of ``logits``. ``u``: one uniform number per row."""
-    if all(p.temperature == 0 for p in params):
+    greedy = [i for i, p in enumerate(params) if p.greedy]
+    if len(greedy) == len(params):
         return logits.argmax(dim=-1)
-    greedy = [i for i, p in enumerate(params) if p.temperature == 0]
     if any(p.temperature != 1 for p in params):
-        temperature = logits.new_tensor([p.temperature or 1.0 for p in params])
+        temperature = logits.new_tensor([1.0 if p.greedy else p.temperature for p in params])
         probs = torch.softmax(logits / temperature[:, None], dim=-1)
-    filtered = [i for i, p in enumerate(params) if p.temperature and (p.top_k or p.top_p < 1)]
+    filtered = [i for i, p in enumerate(params) if not p.greedy and (p.top_k or p.top_p < 1)]
     if len(filtered) < len(params):
         ids = _invert(probs, u)
     else:

@@ -8,6 +8,7 @@ per adapter version). Sequences join and leave between steps.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import math
@@ -31,7 +32,7 @@ from agentrl_trainer.inference.requests import (
     Scored,
     Token,
 )
-from agentrl_trainer.inference.sampling import Steering, pick
+from agentrl_trainer.inference.sampling import Picked, Steering, pick
 from agentrl_trainer.inference.sequences import Lane, Sequence, chunk_size
 
 log = logging.getLogger(__name__)
@@ -88,6 +89,9 @@ class Scheduler:
 
     def _retire(self) -> None:
         """Free superseded versions without sequences, preempted ones included."""
+        if not self.waiting:
+            for lane in self.lanes:
+                lane.most = lane.most if lane.resident else None
         for lane in [x for x in self.lanes if not x.current]:
             if lane.resident or any(s.lane is lane for s in self.waiting):
                 continue
@@ -119,14 +123,18 @@ class Scheduler:
         self._retire()
 
     def _fail(self, lane: Lane, error: Exception) -> None:
-        """A failed forward fails the sequences of its lane, not the engine."""
+        """A forward that failed is tried again with half of its sequences, so that one of them
+        which makes it fail ends alone. The others keep their tokens."""
         log.error(
             "adapter %s version %s: a forward failed", lane.adapter, lane.version, exc_info=error
         )
-        hit = lane.sequences
+        hit = [s for s in dict.fromkeys(lane.sequences) if s.ended is None]
         lane.clear()
-        for seq in hit:
-            self.finish(seq, "error", f"{type(error).__name__}: {error}")
+        lane.most = len(hit) // 2 or None
+        if len(hit) == 1:
+            self._end_by(hit[0], error)
+        else:
+            self._requeue(sorted(hit, key=lambda s: s.admitted))
 
     def _drop_cancelled(self) -> None:
         for seq in [s for s in self.waiting if s.cancelled]:
@@ -155,6 +163,9 @@ class Scheduler:
             if lane is None:
                 self.finish(seq, "error", f"adapter {seq.request.adapter!r} was unloaded")
                 continue
+            if lane.most is not None and lane.resident >= lane.most:
+                passed.append(seq)
+                continue
             sibling = next((job for job in lane.jobs if job.tokens == seq.tokens), None)
             if running and not lane.room_for(seq.tokens, joins=sibling is not None):
                 self.waiting.appendleft(seq)
@@ -163,16 +174,16 @@ class Scheduler:
                 sibling.sequences.append(seq)
                 reused = len(seq.tokens)
             else:
-                reused, source = lane.find_source(seq.tokens)
-                if lane.worth_waiting(seq.tokens, reused):
-                    passed.append(seq)
-                    continue
                 try:
+                    reused, source = lane.find_source(seq.tokens)
+                    if lane.worth_waiting(seq.tokens, reused):
+                        passed.append(seq)
+                        continue
                     started = lane.start_prefill(seq, reused, source, force=not running)
                 except Exception as error:  # out of memory, most likely
-                    self._fail(lane, error)
-                    self.finish(seq, "error", f"{type(error).__name__}: {error}")
-                    break
+                    log.exception("a prompt of %d tokens was not admitted", len(seq.tokens))
+                    self._end_by(seq, error)
+                    continue
                 if not started:
                     self.waiting.appendleft(seq)
                     break
@@ -233,39 +244,64 @@ class Scheduler:
     # -- tokens ---------------------------------------------------------------------------------
 
     def _sample(self, sequences: list[Sequence], logits: torch.Tensor) -> None:
-        """Append the next token to each sequence; those that end have ``ended`` set."""
+        """Append the next token to each sequence; those that end have ``ended`` set.
+
+        What fails for one row ends its sequence alone, whatever it is.
+        """
+        # Drawn once: rows that are picked one by one after a failure get the same tokens. A greedy
+        # row consumes no number.
+        numbers = [0.0 if s.request.params.greedy else next(s.uniforms) for s in sequences]
+        picked: Picked | None = None
+        with contextlib.suppress(Exception):  # row by row, the one at fault says what it is
+            picked = self._pick(sequences, logits, numbers)
+        for row, seq in enumerate(sequences):
+            alone = slice(row, row + 1)
+            try:
+                if picked is not None:
+                    self._append(seq, picked, row)
+                else:
+                    self._append(seq, self._pick([seq], logits[alone], numbers[alone]), 0)
+            except Exception as error:
+                log.exception("a token could not be sampled")
+                self._end_by(seq, error)
+
+    def _pick(
+        self, sequences: list[Sequence], logits: torch.Tensor, numbers: list[float]
+    ) -> Picked:
         params = [s.request.params for s in sequences]
-        steering = self._steering(sequences, logits.device)
-        picked = pick(logits, params, [s.uniforms for s in sequences], steering)
-        self.count.generated_tokens += len(sequences)
-        for row, (seq, token, logprob, top) in enumerate(
-            zip(sequences, picked.ids, picked.logprobs, picked.tops, strict=True)
-        ):
-            lane = seq.lane
-            assert lane is not None
-            if not math.isfinite(logprob):
-                why = f"the model gave token {token} log-probability {logprob}"
-                self.finish(seq, "error", why)
-                continue
-            if seq.grammar is not None:
-                if not seq.grammar.push(token):
-                    self.finish(seq, "error", f"the grammar failed: {seq.grammar.error}")
-                    continue
-                seq.grammar.log_mass += picked.log_masses[row]
-            seq.tokens.append(token)
-            self._deliver(seq, Token(seq.index, token, logprob, top, lane.version))
-            hit = seq.stops.push(token) if seq.stops is not None else None
-            complete = seq.grammar is not None and seq.grammar.complete
-            if token in seq.request.params.stop_ids or hit is not None or complete:
-                self.finish(seq, "stop", stop=hit)
-            elif len(seq.tokens) >= seq.limit:
-                self.finish(seq, "length")
+        return pick(logits, params, numbers, self._steering(sequences, logits.device))
+
+    def _append(self, seq: Sequence, picked: Picked, row: int) -> None:
+        """Append the row's token to a sequence, and end it where it ends."""
+        token, logprob, lane = picked.ids[row], picked.logprobs[row], seq.lane
+        assert lane is not None
+        if not math.isfinite(logprob):
+            why = f"the model gave token {token} log-probability {logprob}"
+            self.finish(seq, "error", why)
+            return
+        if seq.grammar is not None:
+            if not seq.grammar.push(token):
+                self.finish(seq, "error", f"the grammar failed: {seq.grammar.error}")
+                return
+            seq.grammar.log_mass += picked.log_masses[row]
+        seq.tokens.append(token)
+        self.count.generated_tokens += 1
+        self._deliver(seq, Token(seq.index, token, logprob, picked.tops[row], lane.version))
+        hit = seq.stops.push(token) if seq.stops is not None else None
+        complete = seq.grammar is not None and seq.grammar.complete
+        if token in seq.request.params.stop_ids or hit is not None or complete:
+            self.finish(seq, "stop", stop=hit)
+        elif len(seq.tokens) >= seq.limit:
+            self.finish(seq, "length")
 
     def _steering(self, sequences: list[Sequence], device: torch.device) -> Steering | None:
         rows = [i for i, s in enumerate(sequences) if s.grammar or s.bias is not None]
         grammars = [sequences[i].grammar for i in rows]
         allowed = self.grammars.allowed(grammars).to(device) if any(grammars) else None
         return Steering(rows, [sequences[i].bias for i in rows], allowed) if rows else None
+
+    def _end_by(self, seq: Sequence, error: Exception) -> None:
+        self.finish(seq, "error", f"{type(error).__name__}: {error}")
 
     def finish(
         self, seq: Sequence, reason: FinishReason, error: str | None = None, stop: str | None = None

@@ -112,6 +112,8 @@ class Lane:
     weights: PreparedAdapter | None
     pool: KVPool
     forward: InitVar[Forward]
+    most: int | None = None
+    """Sequences to compute at once after a forward that failed; None: as many as fit."""
     current: bool = True
     """False once a newer version took its place: it only finishes what it has."""
     filling: Rows = field(init=False)
@@ -174,9 +176,14 @@ class Lane:
         longest = max([len(seq.tokens), *(len(j.tokens) for j in self.jobs)])
         if not self.filling.reserve(len(self.jobs) + 1, longest, force=force):
             return False
-        row = self.filling.append(Prefill(list(seq.tokens), [seq], computed))
+        job = Prefill(list(seq.tokens), [seq], computed)
+        row = self.filling.append(job)
         if source is not None:
-            self.filling.load(row, source, computed)
+            try:
+                self.filling.load(row, source, computed)
+            except BaseException:  # out of memory
+                self.drop_job(job)
+                raise
         return True
 
     def finish_prefill(self, job: Prefill, *, force: bool) -> list[Sequence]:

@@ -9,7 +9,7 @@ active at a time.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -29,6 +29,7 @@ from agentrl_trainer.learner.loss_options import (
 )
 from agentrl_trainer.learner.losses import LOSSES, CustomLoss, Sums, add_sums, token_sums
 from agentrl_trainer.learner.optimizers import VALUE, AdapterOptimizers
+from agentrl_trainer.learner.prepare_batch import finite_parts
 from agentrl_trainer.learner.step_stats import StepStats, step_stats
 from agentrl_trainer.learner.value_head import ValueHead, value_loss
 from agentrl_trainer.models.loading import BaseModel, checkpoint_layers, evaluation_mode
@@ -164,10 +165,27 @@ class Learner(AdapterOptimizers):
         """Collect the [N] values of each micro-batch, aligned with the rows' tokens."""
         result = [[0.0] * len(row.tokens) for row in rows]
         for batch in self._pack(rows):
-            batch = batch.to(self.base.device)
-            self._activate(batch.adapter)
-            scatter(batch, function(batch), result)
+            for part, values in self._finite_parts(rows, batch, function):
+                scatter(part, values, result)
         return result
+
+    def _finite_parts(
+        self,
+        rows: Sequence[TrainingRow],
+        batch: MicroBatch,
+        function: Callable[[MicroBatch], Tensor],
+    ) -> Iterator[tuple[MicroBatch, Tensor]]:
+        """Compute a micro-batch, or each of its rows if something in it is not finite: in the
+        attention of a trie, NaN spreads from one row to the others."""
+        batch = batch.to(self.base.device)
+        self._activate(batch.adapter)
+        values = function(batch)
+        if len(batch.indices) == 1 or bool(values.isfinite().all()):
+            yield batch, values
+            return
+        for index in batch.indices:
+            [alone] = self._pack([rows[index]])
+            yield replace(alone, indices=[index]), function(alone.to(self.base.device))
 
     def with_temperature(self, rows: Sequence[TrainingRow]) -> list[TrainingRow]:
         """Move the sampler's log-probs to the temperature that each token was sampled at.
@@ -282,6 +300,26 @@ class Learner(AdapterOptimizers):
         refused = backward and bool(self.non_finite)
         counts = count_tokens(rows, batches)
         return step_stats(loss_sum * scale, sums, counts, started, non_finite=refused)
+
+    def finite_rows(
+        self, rows: Sequence[TrainingRow], loss: str, loss_config: LossConfig | None = None
+    ) -> list[int]:
+        """Find the rows of a step whose own loss and gradient are finite, after one that was not.
+
+        Accumulated gradients of their adapters are dropped.
+        """
+        own, tokens = {row.adapter for row in rows}, float(sum(row.trained for row in rows))
+
+        def finite(some: Sequence[int]) -> bool:
+            self.discard_gradients(own)
+            self.forward_backward([rows[i] for i in some], loss, loss_config, tokens or None)
+            parameters = [p for named in self._owned(own).values() for p in named.values()]
+            grads = [p.grad for p in parameters if p.grad is not None]
+            return not self.non_finite & own and all(bool(g.isfinite().all()) for g in grads)
+
+        found = finite_parts(range(len(rows)), finite)
+        self.discard_gradients(own)
+        return found
 
     def _backward(self, value: Tensor, adapter: str, scale: float = 1.0) -> bool:
         """Add the gradient of a loss times ``scale``; returns whether the loss is finite."""

@@ -6,7 +6,7 @@ Knows rows and what a policy computes for them; no torch, no configuration files
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Protocol
@@ -86,7 +86,7 @@ def with_gae(
         results.append(token_advantages(*columns, discount=gae.discount, trace=gae.trace))
     mean, divisor = 0.0, 1.0
     if gae.whiten:
-        every = [value for advantages, _ in results for value in advantages]
+        every = [a for advantages, _ in results for a in advantages if math.isfinite(a)]
         mean, divisor = math.fsum(every) / max(len(every), 1), gae.scaling.divisor(every)
     done: list[TrainingRow] = []
     for row, predicted, (advantages, returns) in zip(rows, values, results, strict=True):
@@ -94,6 +94,15 @@ def with_gae(
         extra = {**row.extra, "values": predicted, "returns": _spread(returns, row.mask)}
         done.append(replace(row, advantages=credit, extra=extra))
     return done
+
+
+def finite_parts(some: Sequence[int], finite: Callable[[Sequence[int]], bool]) -> list[int]:
+    """Select what is finite, by halving what is not as a whole."""
+    if finite(some):
+        return list(some)
+    middle = len(some) // 2
+    halves = (some[:middle], some[middle:]) if middle else ()
+    return [index for half in halves for index in finite_parts(half, finite)]
 
 
 def _spread(values: Sequence[float], mask: Sequence[bool]) -> list[float]:

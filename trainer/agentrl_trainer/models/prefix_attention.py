@@ -222,7 +222,7 @@ def trie_attention(
         out = explicit(query, key, value, attention_mask, scaling, softcap, sinks)
         return out.transpose(1, 2), None
     if any(kwargs.get(name) is not None for name in ("sinks", "position_bias")):
-        raise NotImplementedError("attention with biases: rows are padded instead")
+        raise ValueError("it adds biases to attention scores")
     if trie.flex and sinks is None:
         return _flex(query, key, value, trie, scaling, sliding_window, softcap), None
     # [U, H * D], of which rows are quick to gather and to add up.

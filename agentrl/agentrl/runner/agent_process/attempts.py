@@ -288,7 +288,7 @@ def _record_result(result: Any, *, rewarded: bool) -> None:
     if result is not None:
         trace.get_current_span().set_attribute(OUTPUT, repr(result)[:_LONGEST])
     if not rewarded and isinstance(result, numbers.Real) and not isinstance(result, bool):
-        emit_reward(float(result))
+        emit_reward(result)
 
 
 def _show_error(raised: BaseException) -> str:

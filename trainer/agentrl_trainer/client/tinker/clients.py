@@ -7,6 +7,7 @@ datum are for the local backend: Tinker names what it does not know.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -51,9 +52,9 @@ from agentrl_trainer.client.types import (
 from agentrl_trainer.data.packing import count_tokens
 from agentrl_trainer.data.training_row import TrainingRow, with_extra
 from agentrl_trainer.learner.learner import Learner
-from agentrl_trainer.learner.loss_options import parse_loss_options
+from agentrl_trainer.learner.loss_options import LossConfig, parse_loss_options
 from agentrl_trainer.learner.losses import CustomLoss, Sums
-from agentrl_trainer.learner.prepare_batch import UpdateSettings, prepare
+from agentrl_trainer.learner.prepare_batch import UpdateSettings, finite_parts, prepare
 from agentrl_trainer.learner.step_stats import step_stats
 from agentrl_trainer.names import check_name
 
@@ -166,6 +167,17 @@ class TinkerTrainingClient(TrainingClient):
         self, rows: Sequence[TrainingRow], settings: UpdateSettings
     ) -> APIFuture[list[TrainingRow]]:
         return self._service.responses.submit(lambda: prepare(self, rows, settings))
+
+    def finite_rows(
+        self, rows: Sequence[TrainingRow], loss_fn: str, loss_fn_config: LossConfig | None = None
+    ) -> APIFuture[list[int]]:
+        """Find the rows whose loss is finite; Tinker does not show gradients."""
+
+        def finite(some: Sequence[int]) -> bool:
+            call = LossCall([rows[i] for i in some], loss_fn, loss_fn_config, backward=False)
+            return math.isfinite(self._loss_of_rows(call).result().stats.loss)
+
+        return self._service.responses.submit(lambda: finite_parts(range(len(rows)), finite))
 
     def with_temperature(self, rows: Sequence[TrainingRow]) -> list[TrainingRow]:
         check_rows(rows)

@@ -1,0 +1,84 @@
+"""End a command by a signal: the first SIGTERM or Ctrl-C ends it in order, a second one at once.
+
+A command ends at once, too, before it has called ``end_in_order``: while it imports, it has nothing
+to put in order. Its children end with it (see ``supervisor.end_with_parent``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import NoReturn
+
+END_WITHIN_S = 25.0
+"""Slurm (KillWait) and Kubernetes (terminationGracePeriodSeconds) kill after 30."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """The first signal, raised in the main thread."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.code = 128 + number
+
+
+def _nothing() -> str:
+    return ""
+
+
+class _Ending:
+    in_order = False
+    within_s: float | None = None
+    last_words: Callable[[], str] = staticmethod(_nothing)
+    begun = False
+
+
+def handle_signals() -> None:
+    """Handle SIGINT and SIGTERM, unless the caller of this process has it ignore them."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _on_signal)
+
+
+def end_in_order(last_words: Callable[[], str] = _nothing, within_s: float | None = None) -> None:
+    """From now on the first signal raises ``Interrupted``.
+
+    Args:
+        last_words: what to print when the command ends before its work is done.
+        within_s: seconds after the signal at which the command ends at once.
+    """
+    _Ending.in_order, _Ending.within_s, _Ending.last_words = True, within_s, last_words
+
+
+def last_words() -> str:
+    """Return what to print at the end of a command whose work is not done."""
+    with contextlib.suppress(Exception):  # as when the folder is gone
+        return _Ending.last_words()
+    return ""
+
+
+def end_at_once(code: int, said: str) -> NoReturn:
+    """End without waiting for threads; print ``said`` and the last words."""
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+    lines = [line for line in (said, last_words()) if line]
+    with contextlib.suppress(OSError):
+        os.write(2, "".join(f"{line}\n" for line in lines).encode())
+    os._exit(code)
+
+
+def _on_signal(number: int, _: object) -> None:
+    name, code = signal.Signals(number).name, 128 + number
+    if not _Ending.in_order or _Ending.begun:
+        end_at_once(code, f"\nended by {name}" + (" at once" if _Ending.begun else ""))
+    _Ending.begun = True
+    if _Ending.within_s is not None:
+        said = f"\nended by {name}; not everything could be stopped in {_Ending.within_s:.0f} s"
+        watchdog = threading.Timer(_Ending.within_s, end_at_once, (code, said))
+        watchdog.daemon = True
+        watchdog.start()
+    raise Interrupted(number)

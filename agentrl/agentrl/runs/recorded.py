@@ -1,0 +1,71 @@
+"""What a run's folder and store say of it together: its store, its state, how to continue it."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from agentrl.config.errors import ConfigError
+from agentrl.config.secrets import store_url
+from agentrl.config.setting_names import recorded
+from agentrl.runs.folder import RunFolder
+from agentrl_tracer.schemas import Json
+from agentrl_tracer.store import Store
+from agentrl_tracer.store.faults import PATIENCE_S
+
+_SILENT_S = 60.0
+"""Without a heartbeat, after which a process on another machine counts as gone."""
+
+
+def shown(path: Path) -> str:
+    """Return a path as users read and copy it: relative, if it is below the shell's directory."""
+    return str(path.relative_to(_SHELL_IN) if path.is_relative_to(_SHELL_IN) else path)
+
+
+def _working_directory() -> Path:
+    try:
+        return Path.cwd()
+    except OSError:  # it was deleted
+        return Path(os.sep)
+
+
+_SHELL_IN = _working_directory()  # ``--resume`` goes back to where the run was started
+
+
+def open_store(folder: RunFolder, patience_s: float = PATIENCE_S) -> tuple[Store, Json]:
+    """Open the store of a run; return the run's row, too.
+
+    Raises:
+        ConfigError: the store does not hold the run.
+    """
+    config, run_id = folder.read_config(), folder.run_id.read_text().strip()
+    shared: str | None = recorded(config, "run.store", config.get("store"))  # once flat
+    url = store_url(shared) if shared else str(folder.store)
+    if "://" not in url:
+        start = folder.started_in.read_text() if folder.started_in.is_file() else ""
+        url = str(Path(start, url) if Path(start).is_dir() else Path(url))
+    if "://" in url or Path(url).is_file():  # else it would be made
+        store = Store(url, patience_s=patience_s)
+        if found := [run for run in store.runs() if run["id"] == run_id]:
+            return store, found[0]
+        store.close()
+    raise ConfigError(
+        f"run.store: the store {shared or folder.store} is not there, or does not hold the run "
+        f"{run_id} of {folder.root}; bring it back, with the files -wal and -shm beside it"
+    )
+
+
+def state_of(folder: RunFolder, run: Json) -> str:
+    """Return a run's state: interrupted, too, if its process is gone and could not say so."""
+    if run["state"] != "running":
+        return run["state"]
+    in_use, heard = folder.is_in_use(), run["heartbeat_at"]
+    silent = in_use is None and heard is not None and time.time() - heard > _SILENT_S
+    return "interrupted" if in_use is False or silent else "running"
+
+
+def resume_command(folder: RunFolder) -> str:
+    """Return the command that continues a training run; empty if nothing was begun."""
+    begun = folder.config.is_file() and folder.run_id.is_file()
+    return f"agentrl train --resume {shown(folder.root)}" if begun else ""
