@@ -27,7 +27,7 @@ SUPPORT = Path(__file__).parent
 
 
 class Run:
-    """A run of an agent of ``train_agents`` or another file, ``FILE:NAME``.
+    """A run of an agent of ``train_agents`` or another file (``FILE:NAME``), or a command.
 
     By default 2 steps of 4 groups of 4 rollouts.
     """
@@ -41,7 +41,7 @@ class Run:
             "tasks": tasks, "eval_tasks": held_out, "runs": folder, "name": "run",
             "batch_size": 4, "group_size": 4, "steps": 2, "runners": 2, "lease": 2,
         } | settings  # fmt: skip
-        entrypoint = agent if ":" in agent else f"{SUPPORT / 'train_agents.py'}:{agent}"
+        entrypoint = agent if {":", " "} & set(agent) else f"{SUPPORT / 'train_agents.py'}:{agent}"
         self.arguments = ["train", entrypoint]
         self.arguments += flags(**{k: v for k, v in settings.items() if v is not None})
         self.folder = RunFolder(folder / "run")
