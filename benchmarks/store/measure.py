@@ -55,7 +55,6 @@ def longest_wait_of_a_writer(work: Callable[[], Any]) -> float:
 
 steps = max(r for r in store.metrics(run_id)) + 1
 ids = [rollout.id for rollout in store.rollouts(run_id, step=steps)]
-everyone = [rollout.id for rollout in store.rollouts(run_id)]
 best("accounting of a step", lambda: store.accounting(run_id))
 figures["a writer's longest wait meanwhile"] = longest_wait_of_a_writer(
     lambda: [store.accounting(run_id) for _ in range(3)]
@@ -69,7 +68,6 @@ if new:
 else:
     poll = lambda: store.unfinished_ids(ids)  # noqa: E731
 best("poll a step", poll)
-best("all rollouts by id", lambda: store.rollouts(run_id, ids=everyone))
 if new:
     figures["verify"] = seconds(lambda: store.verify(run_id))
     figures["a writer's longest wait during verify"] = longest_wait_of_a_writer(

@@ -87,15 +87,17 @@ def main() -> None:
         end_at_once(ended.code, f"ended by {ended}")  # a thread may compute for minutes yet
     except KeyboardInterrupt:
         sys.exit(130)
-    except (CycloptsError, ValueError, RuntimeError) as error:  # ConfigError among them
+    except (CycloptsError, ValueError, RuntimeError, OSError) as error:  # ConfigError among them
         said = str(error)
+        if isinstance(error, OSError) and error.strerror:  # a full disk, an unwritable folder
+            said = f"{error.filename or 'a file or connection'}: {error.strerror}"
         if isinstance(error, MissingArgumentError) and error.argument is not None:
             name = error.argument.name.lstrip("-").replace("-", "_")
             said = f"{name}: is missing. {error.argument.parameter.help or ''}".rstrip()
         print_error(said)
         if words := last_words():
             stderr.print(words, soft_wrap=True, markup=False, highlight=False)
-        sys.exit(1 if isinstance(error, RuntimeError) else 2)
+        sys.exit(1 if isinstance(error, RuntimeError | OSError) else 2)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from agentrl.gateway.process import GatewayPlan
 from agentrl.interrupts import end_in_order
 from agentrl.runs.folder import adapter_folders
 from agentrl.samplers.vllm.server import planned_server
+from agentrl_tracer.store import Store
 
 
 def serve_command(*tokens: Tokens) -> None:
@@ -42,6 +43,7 @@ def serve_command(*tokens: Tokens) -> None:
         f"-d '{json.dumps(body)}'\n"
     )
     store = store_url(config.run.store)
+    Store(store).close()  # what is wrong with it is said here, not in the gateway's log
     log = Path("vllm.log") if "://" in store else Path(f"{store}.vllm.log")
     vllm = planned_server(config, log, max_rank=None, adapters=adapters.values())
     plan = GatewayPlan.of(

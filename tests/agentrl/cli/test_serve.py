@@ -83,11 +83,10 @@ NO_SERVER = "http://127.0.0.1:1"
     ("setting", "value", "why"),
     [
         ("--model", "/nowhere/at/all", "/nowhere/at/all"),
-        ("--store", "postgresql://u@127.0.0.1:1/x", "store: connection failed"),
         ("--sampler.vllm.url", "<locked>", "vllm: the server wants an API key"),
         ("--sampler.vllm.url", NO_SERVER, f"no vLLM server is ready at {NO_SERVER}"),
     ],
-    ids=["model", "store", "locked vllm", "no vllm"],
+    ids=["model", "locked vllm", "no vllm"],
 )
 def test_settings_that_no_gateway_can_use_end_it_at_once(
     serve: Callable[..., Served], setting: str, value: str, why: str

@@ -90,7 +90,7 @@ class VerdictStore:
         repeated = (  # one by one: each has an index
             sa.and_(mine, UNJUDGED),
             sa.and_(mine, t.calls.c.trained_step > after_step),
-            sa.and_(mine, t.calls.c.rollout_id.in_(canceled), stands),
+            sa.and_(t.calls.c.rollout_id.in_(canceled), stands),
         )
         columns = (t.calls.c.id, t.calls.c.trained_step, t.calls.c.skip_reason)
 
