@@ -142,6 +142,11 @@ def wait_for(what: Callable[[], Any], process: subprocess.Popen[str], timeout_s:
     pytest.fail(f"waited in vain:\n{process.communicate()[0]}")
 
 
+def workers(pool: int) -> list[int]:
+    """Return the workers of a pool, whose process with the store is ``pool``."""
+    return [worker for process in children(pool) for worker in children(process)]
+
+
 def children(pid: int) -> list[int]:
     """Return the child processes of ``pid``."""
     table = subprocess.run(

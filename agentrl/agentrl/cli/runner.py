@@ -75,6 +75,11 @@ def runner_config(settings: JoinConfig, run: dict[str, Any]) -> RunnerConfig:
         rollouts_per_process=ours["rollouts_per_process"],
         log_bytes=ours["log_mib"] << 20,
         concurrency=settings.rollouts.concurrency or ours["concurrency"],
+        user=settings.agent.user or recorded(started, "agent.user"),
+        sandbox=recorded(started, "agent.sandbox", False)
+        if settings.agent.sandbox is None
+        else settings.agent.sandbox,
+        hidden=[str(settings.run.logs.absolute())],
         python=settings.agent.python,  # of this machine
         # Keys that agents on the trainer's machine would inherit.
         withheld=[*secret_variables(started), *variables_in(settings.run.store)],

@@ -79,7 +79,8 @@ class TrainConfig(ModelCommand):
     """A training run."""
 
     short_flags = _short(
-        "agent.tasks evaluation.tasks=eval-tasks agent.python model.name=model "
+        "agent.tasks evaluation.tasks=eval-tasks agent.python agent.user=agent-user "
+        "agent.sandbox=sandbox model.name=model "
         "sampler.kind=sampler run.backend rollouts.runners rollouts.rollouts_per_process "
         "rollouts.timeout sampler.max_tokens sampler.temperature rollouts.batch_size "
         "rollouts.group_size rollouts.max_staleness algorithm.loss algorithm.estimator "
@@ -108,7 +109,8 @@ class EvalConfig(ModelCommand):
 
     short_flags = _short(
         "evaluation.tasks evaluation.samples evaluation.temperature evaluation.success_reward "
-        "agent.python model.name=model model.adapter_path model.answered_by sampler.kind=sampler "
+        "agent.python agent.user=agent-user agent.sandbox=sandbox model.name=model "
+        "model.adapter_path model.answered_by sampler.kind=sampler "
         "sampler.max_tokens rollouts.runners rollouts.rollouts_per_process rollouts.timeout "
         "run.seed run.folder=runs"
     )
@@ -136,7 +138,8 @@ class RunConfig(ModelCommand):
     """A run of one task. A failure is shown, not retried."""
 
     short_flags = _short(
-        "agent.task agent.python model.name=model model.adapter_path "
+        "agent.task agent.python agent.user=agent-user agent.sandbox=sandbox model.name=model "
+        "model.adapter_path "
         "model.base_url=base-url,gateway model.api_key_env sampler.kind=sampler "
         "sampler.max_tokens sampler.temperature rollouts.timeout run.seed run.folder=runs"
     )
@@ -166,6 +169,10 @@ class JoinAgentSettings(Table):
     """What to run; by default the run's agent."""
     python: str | None = None
     """Interpreter that runs the agent, of another environment."""
+    user: str | None = None
+    """User whose processes the agents are; by default the run's."""
+    sandbox: bool | None = None
+    """Run each agent process in bubblewrap; by default as the run does."""
 
 
 class JoinRolloutSettings(Table):
@@ -197,7 +204,7 @@ class JoinConfig(_Command):
 
     short_flags = _short(
         "run.store gateway.url=gateway run.id=run rollouts.runners rollouts.timeout "
-        "rollouts.concurrency agent.python run.logs"
+        "rollouts.concurrency agent.python agent.user=agent-user agent.sandbox=sandbox run.logs"
     )
 
     agent: JoinAgentSettings = JoinAgentSettings()

@@ -1,6 +1,6 @@
-"""``python -m agentrl.runner``: the pool, with its configuration on the first line of stdin."""
+"""``python -m agentrl.runner``: a pool and its store; stdin has the configuration, as a line."""
 
-from agentrl.runner.pool import main
+from agentrl.runner.store_process import main
 
 if __name__ == "__main__":
     main()

@@ -9,8 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pwd
 from dataclasses import dataclass, field
 from pathlib import Path
+
+
+def open_log(path: str, user: str | None) -> int:
+    """Open a log to append to, for processes of ``user`` (None: this one's)."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+    log = os.open(path, flags, 0o600)
+    if user is not None:  # so that the agent may open /dev/stdout
+        os.fchown(log, pwd.getpwnam(user).pw_uid, -1)
+    return log
 
 
 @dataclass(slots=True)

@@ -25,6 +25,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NoReturn
 
+from agentrl.process_privacy import hide_memory
+from agentrl.runner.agent_process.confinement import become_user
 from agentrl.runner.agent_process.environment import QUIET, attempt_environment, direct_to_gateway
 from agentrl.runner.agent_spec import load_agent, parse_agent
 from agentrl.runner.preload import (
@@ -64,11 +66,17 @@ class _Slot:
 
 
 class Pool:
-    """A pool of ``config.runners`` workers; ``skip``: modules and packages not to preload."""
+    """A pool of ``config.runners`` workers.
 
-    def __init__(self, config: RunnerConfig, skip: Sequence[str]) -> None:
+    Args:
+        store: to the process that holds the store, which gets a socket for each worker.
+        skip: modules and packages not to preload.
+    """
+
+    def __init__(self, config: RunnerConfig, store: socket.socket, skip: Sequence[str]) -> None:
         self.config = config
         self.agent = parse_agent(config.agent)
+        self._store = store
         self._skip = skip
         self._slots = [_Slot(i) for i in range(config.runners)]
         self._stopping = False
@@ -96,9 +104,7 @@ class Pool:
             # The first worker goes ahead.
             for slot in self._slots[:1] if now < self._pioneer_until else self._slots:
                 if slot.child is None and now >= slot.due:
-                    orphans = list(slot.running.items())
-                    run = partial(run_worker, self.config, slot.index, orphans, slot.code)
-                    self._fork(slot, run)
+                    self._fork_worker(slot)
                     if slot.child is not None:
                         slot.running.clear()
             self._listen()
@@ -121,6 +127,8 @@ class Pool:
             os.environ.update(attempt_environment(self.config, claim))
             failed = None
             try:
+                if self.config.user is not None:
+                    become_user(self.config.user)
                 load_agent(self.config.agent)
             except BaseException as raised:
                 failed = f"{type(raised).__name__}: {raised}"
@@ -157,13 +165,27 @@ class Pool:
         read, write = os.pipe()  # the configuration was read from stdin, which must stay open
         os.write(write, self.config.to_json().encode() + b"\n")
         os.close(write)
-        os.set_inheritable(read, True)
-        argv = [sys.executable, "-m", "agentrl.runner", str(read), module, *self._skip]
+        for descriptor in (read, self._store.fileno()):
+            os.set_inheritable(descriptor, True)
+        descriptors = [str(self._store.fileno()), str(read)]
+        argv = [sys.executable, "-m", "agentrl.runner.pool", *descriptors, module, *self._skip]
         os.execv(sys.executable, argv)
+
+    def _fork_worker(self, slot: _Slot) -> None:
+        store, theirs = socket.socketpair()
+        with store, theirs:  # the worker keeps its copy
+            with contextlib.suppress(OSError):  # the store's process has ended, and this one will
+                socket.send_fds(self._store, [b"w"], [theirs.fileno()])
+            theirs.close()
+            orphans = list(slot.running.items())
+            run = partial(run_worker, self.config, slot.index, orphans, slot.code, store)
+            self._fork(slot, run)
 
     def _fork(self, slot: _Slot, run: Callable[[socket.socket], NoReturn]) -> None:
         try:
-            slot.child = ForkedChild(run, [child.socket for child in self._children])
+            slot.child = ForkedChild(
+                run, [self._store, *(child.socket for child in self._children)]
+            )
         except OSError as error:
             logger.warning("could not fork a runner: %s", error)
             slot.due = time.monotonic() + _FORK_AGAIN_S
@@ -224,9 +246,9 @@ class Pool:
 
 
 def main() -> None:
-    """Run a pool; its configuration is the first line of stdin.
+    """Run a pool; ``argv`` has its socket to the store, stdin its configuration as a line.
 
-    Executed again, it is the first line of the descriptor in ``argv``; modules to skip follow.
+    Executed again, that line is in the next descriptor in ``argv``; modules to skip follow.
     """
     # Not on the root logger: the agent configures logging as it likes.
     handler = logging.StreamHandler()
@@ -234,7 +256,14 @@ def main() -> None:
     logger.addHandler(handler)
     logger.propagate = False
     logger.setLevel(os.environ.get("AGENTRL_LOG_LEVEL", "INFO").upper())
-    source, *skip = sys.argv[1:] or ["0"]
+    hide_memory()
+    store = socket.socket(fileno=int(sys.argv[1]))
+    store.set_inheritable(False)
+    source, *skip = sys.argv[2:] or ["0"]
     with open(int(source), "rb", closefd=source != "0") as lines:
         config = RunnerConfig.from_json(lines.readline())
-    Pool(config, skip).run()
+    Pool(config, store, skip).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from agentrl.runner.agent_process.confinement import check_confinement
 from agentrl.runner.agent_process.environment import (
     check_environment,
     find_certificates_by_name,
@@ -35,7 +36,7 @@ def start_pool(config: RunnerConfig) -> SupervisedProcess:
     method = "fork" if sys.platform == "linux" else "spawn"
     if config.python is not None:
         config = replace(config, python=check_python(config.python))
-    elif os.environ.get("AGENTRL_START_METHOD", method) == "spawn":
+    elif config.sandbox or os.environ.get("AGENTRL_START_METHOD", method) == "spawn":
         config = replace(config, python=sys.executable)
     if config.concurrency > 1 and parse_agent(config.agent).kind == "command":
         raise ValueError(
@@ -43,6 +44,7 @@ def start_pool(config: RunnerConfig) -> SupervisedProcess:
             "raise runners instead"
         )
     validate_agent(config.agent, other_python=config.python is not None)
+    check_confinement(config)
     env = runner_environment(config)
     find_certificates_by_name(env)
     if sys.platform == "darwin":

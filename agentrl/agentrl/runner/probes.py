@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import time
 from http.client import HTTPException
+from urllib.error import HTTPError
 from urllib.request import ProxyHandler, build_opener
 
-from sqlalchemy.engine import make_url
+logger = logging.getLogger("agentrl.runner")
 
 _GATEWAY_TIMEOUT_S = 5.0
 _LONGEST_SILENCE_S = 1.0  # of an idle worker whose store has not changed
@@ -21,6 +23,7 @@ class GatewayProbe:
     def __init__(self, url: str) -> None:
         self._url = f"{url}/healthz"
         self._opener = build_opener(ProxyHandler({}))
+        self._told = False
         self._known: tuple[float, str | None] = (float("-inf"), None)
 
     def boot_id(self, max_age_s: float = 0.0) -> str | None:
@@ -34,6 +37,11 @@ class GatewayProbe:
                 with self._opener.open(self._url, timeout=_GATEWAY_TIMEOUT_S) as answer:
                     health = json.load(answer)
                 boot_id = f"{health['boot_id']}-{health['recoveries']}"
+            except HTTPError as refusal:
+                boot_id = None
+                if refusal.code == 403 and not self._told:  # such as for the name in its URL
+                    self._told = True
+                    logger.warning("%s: %s", self._url, refusal.read(1000).decode(errors="replace"))
             except (OSError, HTTPException, ValueError, KeyError, TypeError):
                 boot_id = None
             self._known = (time.monotonic(), boot_id)
@@ -51,9 +59,8 @@ class QueueWatch:
     TICK_S = 0.05
     _FIRST_S, _LONGEST_S = 0.02, 0.2
 
-    def __init__(self, store_url: str) -> None:
-        url = make_url(store_url)
-        sqlite = url.database if url.get_backend_name() == "sqlite" else None
+    def __init__(self, sqlite: str) -> None:
+        """``sqlite``: the store's file; empty for a database server."""
         self._files = [f"{sqlite}-wal", sqlite] if sqlite else []
         self.found()
 

@@ -59,8 +59,10 @@ class ForkedChild:
                 os._exit(127)
         theirs.close()
 
-    def send(self, message: Mapping[str, Any]) -> None:
-        """Send a message; raise ``OSError`` if the process has died."""
+    def send(self, message: Mapping[str, Any], descriptor: int | None = None) -> None:
+        """Send a message, with a descriptor; raise ``OSError`` if the process has died."""
+        if descriptor is not None:  # it comes with the first byte
+            socket.send_fds(self.socket, [b"\n"], [descriptor])
         send(self.socket.fileno(), message)
 
     def messages(self) -> Iterator[dict[str, Any]]:

@@ -19,7 +19,7 @@ from agentrl_tracer.schemas import AttemptState
 class RunnerConfig:
     """The configuration of a pool of runners; ``agentrl.config`` has the defaults of settings."""
 
-    store: str  # URL or path of the trace store
+    store: str  # URL or path of the trace store; in the pool the SQLite file, or empty
     gateway: str  # base URL, without ``/v1`` or a final slash
     run_id: str  # whose rollouts are claimed
     agent: str  # ``module:function``, ``file.py:function`` or a command line
@@ -32,6 +32,10 @@ class RunnerConfig:
     concurrency: int = 1  # attempts of an async agent that a process runs at a time
     log_bytes: int = 4 << 20  # that an attempt's log may hold
     python: str | None = None  # another virtual environment's interpreter, which runs the agent
+    user: str | None = None  # whose processes the agents are; None: the runner's
+    sandbox: bool = False  # run each agent process in bubblewrap
+    hidden: list[str] = field(default_factory=list[str])
+    """Folders that the sandbox does not show."""
     withheld: list[str] = field(default_factory=list[str])
     """Variables that agents do not get: other models' keys."""
 

@@ -24,17 +24,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import NoReturn, ParamSpec, TypeVar
 
-from sqlalchemy.exc import SQLAlchemyError
-
-from agentrl.runner.agent_process.attempts import run_attempts
+from agentrl.runner.agent_process.attempts import redirect_output, run_attempts
+from agentrl.runner.agent_process.confinement import become_user
 from agentrl.runner.agent_process.environment import shared_owner, storage_folder
 from agentrl.runner.agent_process.external_python import become
-from agentrl.runner.attempt_log import AttemptLog
+from agentrl.runner.attempt_log import AttemptLog, open_log
 from agentrl.runner.probes import GatewayProbe, QueueWatch
 from agentrl.runner.processes import ForkedChild, adopt_orphans, kill_children
 from agentrl.runner.protocol import AttemptEnding, RunnerConfig, send
+from agentrl.runner.store_process import StoreClient
 from agentrl_tracer.schemas import AttemptState, CallState, Claim
-from agentrl_tracer.store import Store, StoreError
 
 logger = logging.getLogger("agentrl.runner")
 
@@ -64,13 +63,13 @@ class Worker:
     """Runs ``config.concurrency`` attempts at a time; to retire, it finishes what it has."""
 
     def __init__(
-        self, config: RunnerConfig, store: Store, index: int, control: socket.socket
+        self, config: RunnerConfig, store: StoreClient, index: int, control: socket.socket
     ) -> None:
         self._config = config
         self._store = store
         self._name = f"{socket.gethostname()}-{os.getpid()}-{index}"
         self._gateway = GatewayProbe(config.gateway)
-        self._queue = QueueWatch(store.url)
+        self._queue = QueueWatch(config.store)
         self._control = control
         self._known_modules = len(sys.modules)
         self._running: dict[str, _RunningAttempt] = {}
@@ -133,7 +132,12 @@ class Worker:
         try:
             if self._process is None:
                 self._process = self._fork()
-            self._process.send(asdict(running.claim))
+            # Opened here: the agent may neither see nor reach the folder.
+            log = open_log(running.log.path, self._config.user)
+            try:
+                self._process.send(asdict(running.claim), log)
+            finally:
+                os.close(log)
         except OSError as error:  # out of processes or descriptors
             ending = AttemptEnding(AttemptState.INFRASTRUCTURE, f"could not start: {error}")
             self._finish(running, ending)
@@ -143,11 +147,15 @@ class Worker:
         config, known_modules = self._config, self._known_modules
 
         def run(theirs: socket.socket) -> NoReturn:
+            if config.concurrency > 1:
+                redirect_output(open_log(config.shared_log(os.getpid()), config.user))
+            if config.user is not None:
+                become_user(config.user)
             if config.python is not None:
-                become(config.python, theirs.detach())
+                become(config, theirs.detach())
             run_attempts(config, theirs.detach(), known_modules)
 
-        process = ForkedChild(run, [self._control])
+        process = ForkedChild(run, [self._control, self._store.socket])
         self._attempts_left, self._busy_with = config.rollouts_per_process, ""
         if config.concurrency > 1:
             self._shared_log = AttemptLog(config.shared_log(process.pid), config.log_bytes)
@@ -305,7 +313,9 @@ class Worker:
             try:
                 self._store.end_attempt(claim.attempt_id, state, error=error, log=log_path)
                 break
-            except (StoreError, SQLAlchemyError, OSError) as failure:
+            except ConnectionError:  # of the store's process, which ends with the trainer
+                break
+            except OSError as failure:
                 logger.warning("ending attempt %s: %s", claim.attempt_id, failure)
                 time.sleep(_TICK_S)
         self._tell_pool({"ended": claim.attempt_id, "modules": ending.modules})
@@ -321,7 +331,7 @@ class Worker:
             return "the gateway was restarted meanwhile"
         if state is AttemptState.ERROR:
             ids = [running.claim.attempt_id]
-            for call in reversed(self._try_store(self._store.calls, attempt_ids=ids) or []):
+            for call in reversed(self._try_store(self._store.calls, ids) or []):
                 status = call.params.get("provider_status", 0)
                 # The agent's fault: another model's provider refused the request itself.
                 refused = 400 <= status < 500 and status not in (408, 429)
@@ -337,7 +347,7 @@ class Worker:
         """Return None while the store is away (locked, restarting)."""
         try:
             return action(*args, **kwargs)
-        except (StoreError, SQLAlchemyError, OSError) as error:
+        except OSError as error:
             logger.warning("the store failed: %s", error)
             return None
 
@@ -351,6 +361,7 @@ def run_worker(
     index: int,
     orphans: Sequence[tuple[str, str]],
     code: int,
+    store: socket.socket,
     control: socket.socket,
 ) -> NoReturn:
     """Run a just forked worker process to its end.
@@ -358,14 +369,13 @@ def run_worker(
     Args:
         orphans: attempts, with their rollouts, of the worker that died in this one's place.
         code: how that worker ended.
+        store: to the process that holds the store.
     """
     failed = 1
     try:
         gc.freeze()
         adopt_orphans()
-        # A store of its own, opened after the fork. Agent processes inherit its connection, but
-        # never use it, and end without closing it.
-        worker = Worker(config, Store(config.store, patience_s=0), index, control)
+        worker = Worker(config, StoreClient(store), index, control)
         worker.end_orphans(orphans, code)
         worker.run()
         failed = 0

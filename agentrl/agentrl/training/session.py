@@ -159,6 +159,8 @@ class Session:
             runners=how.runners, timeout_s=how.timeout, lease_s=how.lease,
             concurrency=how.concurrency, rollouts_per_process=how.rollouts_per_process,
             log_bytes=how.log_mib << 20, python=config.agent.python,
+            user=config.agent.user, sandbox=config.agent.sandbox,
+            hidden=[str(self.folder.root)],
             withheld=secret_variables(config),
         )  # fmt: skip
         if config.rollouts.runners_on != "ray":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -12,7 +13,12 @@ from settings import nested
 
 from agentrl.config.commands import TrainConfig
 from agentrl.config.errors import explain
-from agentrl.config.secrets import secret_variables
+from agentrl.config.secrets import (
+    as_recorded,
+    secret_variables,
+    store_url,
+    without_password,
+)
 from agentrl.config.settings import OtherModelSettings
 from agentrl.gateway.process import GatewayPlan, provider_model
 from agentrl.runner.agent_process.environment import attempt_environment, runner_environment
@@ -134,3 +140,57 @@ def test_an_application_keeps_its_otlp_backend(runner: RunnerConfig) -> None:
     assert name not in attempt_environment(runner, claim, {name: "http://jaeger:4318"})
     for before in ({}, {name: "http://g:1/rollouts/earlier"}):
         assert attempt_environment(runner, claim, before)[name] == "http://g:1/rollouts/r"
+
+
+STORE = "postgresql://me:{}@host:5432/agentrl?sslmode=require"
+REFERENCE = STORE.format("os.environ/AGENTRL_STORE_PASSWORD")
+
+
+def _with(setting: str, value: str, **more: str) -> dict[str, Any]:
+    needed = {"agent.entrypoint": "a:b", "agent.tasks": "tasks.jsonl"}
+    return nested(**{**needed, setting: value, **more})
+
+
+def test_the_stores_password_is_recorded_as_a_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = TrainConfig.model_validate(_with("run.store", STORE.format("p%40ss")))
+    written = as_recorded(given.model_dump(mode="json"))
+    assert written["run"]["store"] == REFERENCE
+    assert "p%40ss" not in json.dumps(written)
+    assert as_recorded(written) == written
+    with pytest.raises(ValidationError) as missing:
+        TrainConfig.model_validate(_with("run.store", REFERENCE))
+    assert "run.store: the environment variable AGENTRL_STORE_PASSWORD is not set" in explain(
+        missing.value, TrainConfig
+    ).replace("got '" + REFERENCE + "', but ", "")
+    monkeypatch.setenv("AGENTRL_STORE_PASSWORD", "p@ss")
+    assert store_url(REFERENCE) == STORE.format("p%40ss")
+    monkeypatch.setenv("DATABASE_URL", STORE.format("other"))
+    assert store_url("os.environ/DATABASE_URL") == STORE.format("other")
+    own = TrainConfig.model_validate(_with("run.store", "os.environ/DATABASE_URL"))
+    assert {"DATABASE_URL", "PGPASSWORD", "AGENTRL_RUN__STORE"} <= {*secret_variables(own)}
+    for plain in ("runs/x.db", "postgresql://me@host/db", "postgresql:///db?host=/run"):
+        assert without_password(plain) == store_url(plain) == plain
+    assert without_password("postgresql://h/d?user=u&password=x") == (
+        "postgresql://h/d?user=u&password=os.environ/AGENTRL_STORE_PASSWORD"
+    )
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("gateway.forward_otlp", "http://me:hunter2@host:4318"),
+        ("gateway.forward_otlp", "https://hunter2@host"),
+        ("gateway.forward_otlp", "https://host/v1?api_key=hunter2"),
+        ("tinker.base_url", "http://me:hunter2@host"),
+        ("sampler.vllm.url", "http://me:hunter2@host"),
+        ("sampler.vllm.args", "--api-key hunter2"),
+    ],
+)
+def test_a_secret_in_a_url_is_refused_and_not_repeated(setting: str, value: str) -> None:
+    more = {"sampler.kind": "vllm"} if "vllm" in setting else {}
+    with pytest.raises(ValidationError) as refused:
+        TrainConfig.model_validate(_with(setting, value, **more))
+    said = explain(refused.value, TrainConfig)
+    assert setting in said
+    assert "must not be in" in said
+    assert "hunter2" not in said

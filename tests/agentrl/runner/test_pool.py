@@ -14,7 +14,7 @@ import pytest
 from fake_gateway import until
 from runner_harness import AGENTS, RunnerHarness, alive, written
 from store_records import enqueue
-from training_run import children
+from training_run import children, workers
 
 from agentrl_tracer.schemas import AttemptState, Purpose, RolloutState
 
@@ -26,7 +26,7 @@ def test_a_daemon_does_not_outlive_its_killed_worker(
     pool = harness.start("daemonizes", lease_s=1.0)
     harness.enqueue({"pids": str(tmp_path / "pids"), "stuck": True})
     [daemon] = written(tmp_path / "pids")
-    [worker] = children(pool.pid)
+    [worker] = workers(pool.pid)
     os.kill(worker, signal.SIGKILL)
     until(lambda: not alive(daemon))
 
@@ -38,7 +38,7 @@ def test_a_killed_workers_attempt_ends_at_once_with_its_agent(
     pool = harness.start("numbered", lease_s=60.0)
     ids = harness.enqueue({"marker": str(marker)})
     [agent] = written(marker)
-    [worker] = children(pool.pid)
+    [worker] = workers(pool.pid)
     os.kill(worker, signal.SIGKILL)
     until(lambda: not alive(agent))
     first, second = harness.finish(ids)
@@ -83,8 +83,9 @@ def test_nothing_outlives_the_pool_which_is_started_again(
 ) -> None:
     pool, marker = harness.start("numbered", lease_s=30), tmp_path / "marker"
     ids = harness.enqueue({"marker": str(marker)})
-    pids = [*written(marker), *children(pool.pid), pool.pid]
-    os.kill(pool.pid, how)
+    pids = [*written(marker), *workers(pool.pid), *children(pool.pid), pool.pid]
+    # The process that forks is killed, or the one that has the store is asked to end.
+    os.kill(children(pool.pid)[0] if how is signal.SIGKILL else pool.pid, how)
     until(lambda: not any(alive(pid) for pid in pids))
     [attempt] = harness.store.attempts(ids)
     assert attempt.state is AttemptState.INFRASTRUCTURE  # given back at once, no lease awaited
@@ -109,7 +110,7 @@ def test_nothing_outlives_the_trainer(harness: RunnerHarness, tmp_path: Path) ->
     ) as trainer:
         assert trainer.stdout is not None
         pool = int(trainer.stdout.readline())
-        pids = [*written(tmp_path / "pids"), *children(pool), pool]
+        pids = [*written(tmp_path / "pids"), *workers(pool), *children(pool), pool]
         trainer.kill()
     until(lambda: not any(alive(pid) for pid in pids))
 

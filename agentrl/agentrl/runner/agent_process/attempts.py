@@ -24,6 +24,7 @@ import numbers
 import os
 import queue
 import signal
+import socket
 import sys
 import threading
 import traceback
@@ -104,13 +105,26 @@ def _hear_worker(worker_fd: int, take: Callable[[dict[str, Any]], object]) -> No
 
     def listen() -> None:
         try:
-            with open(worker_fd, "rb", closefd=False) as lines:
-                for line in lines:
-                    take(json.loads(line))
+            for message in _messages(worker_fd):
+                take(message)
         finally:
             os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=listen, daemon=True).start()
+
+
+def _messages(worker_fd: int) -> Iterator[dict[str, Any]]:
+    """Yield the worker's messages; to a claim belongs the open file of its ``log``."""
+    worker, received, logs = socket.socket(fileno=os.dup(worker_fd)), b"", list[int]()
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(worker, 65536, 8, socket.MSG_CMSG_CLOEXEC)
+        if not data:
+            return
+        logs += descriptors
+        *lines, received = (received + data).split(b"\n")
+        for line in filter(None, lines):
+            message = json.loads(line)
+            yield message if "cancel" in message else {**message, "log": logs.pop(0)}
 
 
 def _run_in_turn(config: RunnerConfig, worker_fd: int, known_modules: int | None) -> NoReturn:
@@ -120,8 +134,9 @@ def _run_in_turn(config: RunnerConfig, worker_fd: int, known_modules: int | None
     messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     _hear_worker(worker_fd, messages.put)
     while True:
-        claim = Claim(**messages.get())
-        _redirect_output(config.log_of(claim.rollout_id, claim.attempt_number))
+        message = messages.get()
+        redirect_output(message.pop("log"))
+        claim = Claim(**message)
         for stream in (sys.stdout, sys.stderr):  # a killed agent's last words must be in the log
             stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
         ending = run_attempt(config, claim)
@@ -132,12 +147,11 @@ def _run_in_turn(config: RunnerConfig, worker_fd: int, known_modules: int | None
         send(worker_fd, {"attempt": claim.attempt_id, **asdict(ending)})
 
 
-def _redirect_output(log: str) -> None:
-    """Append file descriptors 1 and 2 to a file."""
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.close(output)
+def redirect_output(log: int) -> None:
+    """Write file descriptors 1 and 2 to an open file."""
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
 
 
 def _flush_output() -> None:
@@ -183,16 +197,16 @@ async def _run_concurrently(config: RunnerConfig, worker_fd: int) -> None:
     def obey(message: dict[str, Any]) -> None:
         canceled = message.get("cancel")
         if canceled is None:
+            log = message.pop("log")
             claim = Claim(**message)
             name = claim.attempt_id
-            tasks[name] = asyncio.create_task(run(claim), name=name)
+            tasks[name] = asyncio.create_task(run(claim, log), name=name)
         elif canceled in tasks:
             tasks[canceled].cancel("its time was up, or its runner was stopped")
 
-    async def run(claim: Claim) -> None:
+    async def run(claim: Claim, output: int) -> None:
         errors: list[str] = []
-        path = config.log_of(claim.rollout_id, claim.attempt_number)
-        with open(path, "a", buffering=1, encoding="utf-8") as log:  # noqa: ASYNC230
+        with open(output, "a", buffering=1, encoding="utf-8") as log:  # noqa: ASYNC230
             _log.set(log)
             with attributed(attempt_environment(config, claim)) as attempt:
                 with _traced_agent(config, claim, errors) as agent:
@@ -209,8 +223,6 @@ async def _run_concurrently(config: RunnerConfig, worker_fd: int) -> None:
         report({"attempt": claim.attempt_id, **asdict(ending)})
 
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # Takes what is written below Python, by any attempt.
-    _redirect_output(config.shared_log(os.getpid()))
     sys.stdout, sys.stderr = _RoutedOutput(sys.stdout), _RoutedOutput(sys.stderr)  # type: ignore[assignment]
     # A header names each call's rollout; a call without one is refused, not misattributed.
     os.environ.update(client_environment(config, config.gateway, "sk-shared-process"))

@@ -18,9 +18,11 @@ if __name__ == "__main__":
         spec: Any = importlib.machinery.PathFinder.find_spec(name, [folder])
         sys.modules[name] = package = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(package)
+    from agentrl.process_privacy import hide_memory
     from agentrl.runner.agent_process.attempts import run_attempts
     from agentrl.runner.protocol import RunnerConfig
 
+    hide_memory()
     os.set_inheritable(worker_fd, False)
     with open(worker_fd, "rb", buffering=0, closefd=False) as worker:
         config = RunnerConfig.from_json(worker.readline())  # the worker sends it first

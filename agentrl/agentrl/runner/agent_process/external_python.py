@@ -10,11 +10,14 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import NoReturn
 
 import agentrl
 import agentrl_tracer
+from agentrl.runner.agent_process.confinement import sandbox_command
+from agentrl.runner.protocol import RunnerConfig
 
 # Prints what is wrong with the interpreter that runs it.
 _CHECK = """
@@ -62,7 +65,7 @@ def check_python(path: str) -> str:
     return found
 
 
-def become(python: str, worker_fd: int) -> NoReturn:
+def become(config: RunnerConfig, worker_fd: int) -> NoReturn:
     """Replace this process, just forked, by the interpreter, and run attempts there.
 
     The worker sends the configuration first.
@@ -70,11 +73,15 @@ def become(python: str, worker_fd: int) -> NoReturn:
     Raises:
         OSError: it cannot be executed any more.
     """
+    python = config.python or sys.executable
     os.set_inheritable(worker_fd, True)
     arguments = json.dumps([_our_folders(), worker_fd])
     bootstrap = str(Path(__file__).with_name("bootstrap.py"))
     # -P: the bootstrap's folder is ours, not a place to import from.
-    os.execve(python, [python, "-P", bootstrap, arguments], _other_environment())
+    command = [python, "-P", bootstrap, arguments]
+    if config.sandbox:
+        command = [*sandbox_command(config), *command]
+    os.execvpe(command[0], command, _other_environment())
 
 
 def _our_folders() -> dict[str, str]:

@@ -1,0 +1,195 @@
+"""The process between the trainer and its pool, which alone holds the store.
+
+The pool and its workers fork into agents, which inherit their memory and descriptors: with a store
+of its own a worker would hand its password and its connection to every agent. So a worker asks
+here, over a socket that its agents do not keep.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from agentrl.process_privacy import hide_memory
+from agentrl.runner.protocol import RunnerConfig
+from agentrl.supervisor import first_line
+from agentrl_tracer.schemas import Attempt, AttemptState, Call, Claim
+
+if TYPE_CHECKING:
+    from agentrl_tracer.store import Store
+
+_LAST_WORDS_S = 4.0  # for workers to write the ends of their attempts after their pool has ended
+
+
+class StoreClient:
+    """What a worker asks of the store, by its socket to the store's process.
+
+    Every method raises OSError while the store is away (locked, restarting), and ConnectionError
+    once its process is gone.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.socket = sock
+
+    def claim(self, runner: str, lease_s: float, run_id: str) -> Claim | None:
+        return self._ask("claim", runner, lease_s, run_id)
+
+    def heartbeat(self, attempt_id: str, lease_s: float) -> bool:
+        return self._ask("heartbeat", attempt_id, lease_s)
+
+    def expire_leases(self) -> object:
+        return self._ask("expire_leases")
+
+    def end_attempt(
+        self, attempt_id: str, state: AttemptState, *, error: str | None, log: str | None
+    ) -> object:
+        return self._ask("end_attempt", attempt_id, state, error, log)
+
+    def attempts(self, rollout_ids: Sequence[str]) -> list[Attempt]:
+        return self._ask("attempts", rollout_ids)
+
+    def calls(self, attempt_ids: Sequence[str]) -> list[Call]:
+        return self._ask("calls", attempt_ids)
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        _send(self.socket, json.dumps([method, *arguments]).encode())
+        failed, answer = pickle.loads(_receive(self.socket))
+        if failed:
+            raise OSError(answer)
+        return answer
+
+
+def sqlite_file(store: str) -> str:
+    """Return the file of a store's URL or path; empty for a database server."""
+    scheme, separator, rest = store.partition("://")
+    if not separator:
+        return store
+    return rest.removeprefix("/").partition("?")[0] if scheme.startswith("sqlite") else ""
+
+
+def main() -> None:
+    """Start the pool, answer its workers, and end with it; the configuration is on stdin."""
+    hide_memory()
+    config = RunnerConfig.from_json(first_line(0))
+    ours, theirs = socket.socketpair()
+    pool = subprocess.Popen(
+        [sys.executable, "-m", "agentrl.runner.pool", str(theirs.fileno())],
+        stdin=subprocess.PIPE,
+        pass_fds=[theirs.fileno()],
+    )
+    signal.signal(signal.SIGTERM, lambda *_: pool.terminate())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    theirs.close()
+    assert pool.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # it died at once
+        for_pool = replace(config, store=sqlite_file(config.store))
+        pool.stdin.write(for_pool.to_json().encode() + b"\n")
+        pool.stdin.flush()
+    serving: list[threading.Thread] = []
+    _in_thread(_follow_trainer, pool.stdin.fileno())
+    _in_thread(_take_workers, ours, config.store, serving)
+    code = pool.wait()
+    deadline = time.monotonic() + _LAST_WORDS_S
+    for thread in serving:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    os._exit(code if code >= 0 else 128 - code)
+
+
+def _in_thread(work: Callable[..., None], *arguments: Any) -> threading.Thread:
+    thread = threading.Thread(target=work, args=arguments, daemon=True)
+    thread.start()
+    return thread
+
+
+def _follow_trainer(pool_stdin: int) -> None:
+    """Close the pool's standard input when the trainer's end of ours is closed."""
+    while os.read(0, 1024):
+        pass
+    os.close(pool_stdin)
+
+
+def _take_workers(pool: socket.socket, store: str, serving: list[threading.Thread]) -> None:
+    """Serve each socket that the pool sends: one for every worker that it forks."""
+    while True:
+        said, descriptors, _, _ = socket.recv_fds(pool, 1, 1)
+        if not said:
+            return
+        for one in descriptors:
+            serving.append(_in_thread(_serve, socket.socket(fileno=one), store))
+        serving[:] = [thread for thread in serving if thread.is_alive()]
+
+
+def _serve(worker: socket.socket, store: str) -> None:
+    """Answer a worker until it ends."""
+    with worker, contextlib.suppress(ConnectionError):
+        while True:
+            method, *arguments = json.loads(_receive(worker))
+            try:
+                answer = False, _METHODS[method](_open_store(store), *arguments)
+            except Exception as error:  # the worker logs it, and asks again
+                answer = True, " ".join(str(error).split())
+            _send(worker, pickle.dumps(answer))
+
+
+_opening = threading.Lock()
+
+
+def _open_store(url: str) -> Store:
+    with _opening:
+        return _opened(url)
+
+
+@cache  # a store that cannot be opened raises, and is tried again
+def _opened(url: str) -> Store:
+    from agentrl_tracer.store import Store  # takes as long as the pool's start, which is under way
+
+    return Store(url, patience_s=0)
+
+
+def _end_attempt(
+    store: Store, attempt_id: str, state: str, error: str | None, log: str | None
+) -> None:
+    store.end_attempt(attempt_id, AttemptState(state), error=error, log=log)
+
+
+_METHODS: dict[str, Callable[..., Any]] = {
+    "claim": lambda store, *arguments: store.claim(*arguments),
+    "heartbeat": lambda store, *arguments: store.heartbeat(*arguments),
+    "expire_leases": lambda store: store.expire_leases(),
+    "end_attempt": _end_attempt,
+    "attempts": lambda store, ids: store.attempts(ids),
+    "calls": lambda store, ids: store.calls(attempt_ids=ids, bodies=False),
+}
+
+
+def _send(sock: socket.socket, message: bytes) -> None:
+    sock.sendall(len(message).to_bytes(8, "big") + message)
+
+
+def _receive(sock: socket.socket) -> bytes:
+    """Return the next message; raise ConnectionError at the end."""
+    size = int.from_bytes(_exactly(sock, 8), "big")
+    return _exactly(sock, size)
+
+
+def _exactly(sock: socket.socket, size: int) -> bytes:
+    parts: list[bytes] = []
+    while size:
+        part = sock.recv(min(size, 1 << 20))
+        if not part:
+            raise ConnectionError("the process that holds the store has ended")
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
