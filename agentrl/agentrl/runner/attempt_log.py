@@ -13,6 +13,8 @@ import pwd
 from dataclasses import dataclass, field
 from pathlib import Path
 
+_LOOKS = 10  # for a moment without output, in which the end can be cut off whole
+
 
 def open_log(path: str, user: str | None) -> int:
     """Open a log to append to, for processes of ``user`` (None: this one's)."""
@@ -48,11 +50,14 @@ class AttemptLog:
         return True
 
     def _cut_middle(self, file: int) -> None:
-        head, size = self.limit // 2, os.fstat(file).st_size
-        tail = os.pread(file, self.limit // 4, size - self.limit // 4)
-        tail = tail[tail.find(b"\n") + 1 :]  # whole lines, if it has any
+        head, keep, tail = self.limit // 2, self.limit // 4, b""
         size = os.fstat(file).st_size
+        for _ in range(_LOOKS):  # what is written after the last look is lost
+            tail, seen = os.pread(file, keep, size - keep), size
+            if (size := os.fstat(file).st_size) == seen:
+                break
         os.ftruncate(file, head)
+        tail = tail[tail.find(b"\n") + 1 :]  # whole lines, if it has any
         # A note that an earlier cut left is cut again.
         self._cut += size - head - len(tail) - len(self._note)
         self._note = b"\n[agentrl: at least %d bytes of output were cut out here]\n" % self._cut
