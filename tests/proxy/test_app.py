@@ -135,7 +135,7 @@ def test_health_and_adapters(gateway: Running) -> None:
     assert gateway.sampler.loaded == [("policy", 4, "/somewhere")]
     health = HTTP.get(f"{gateway.url}/healthz", headers=OPERATOR).json()
     assert health["status"] == "ok"
-    assert health["boot_id"] == "boot"
+    assert health["boot_id"] == gateway.deps.boot_id
     assert health["adapters"] == {"policy": 4}
     with client(gateway) as api:
         answer = api.chat.completions.create(model="policy", messages=USER)

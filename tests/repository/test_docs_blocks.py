@@ -34,7 +34,10 @@ NEEDS: dict[str, dict[str, int]] = {
     "docs/serving.md": {"llama.cpp and Ollama": 1},
     "docs/scale.md": {"a cluster": 3},
     "docs/vllm.md": {"a GPU": 2},
-} | {f"docs/{name}.md": {} for name in ("tutorial", "runs", "adapters", "attribution", "client")}
+} | {
+    f"docs/{name}.md": {}
+    for name in ("tutorial", "runs", "adapters", "attribution", "client", "protocols")
+}
 
 BLOCK = re.compile(
     r"^(?:<!-- needs: (?P<needs>.+?) -->\n)?```(?P<language>\w+)(?: title=\"(?P<title>.+?)\")?\n"

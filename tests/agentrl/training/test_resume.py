@@ -152,8 +152,7 @@ def test_the_lock_dies_with_its_process_whatever_that_forked(tmp_path: Path) -> 
         "import os, sys, time, pathlib\n"
         "from agentrl.runs.folder import RunFolder\n"
         "folder = RunFolder(pathlib.Path(sys.argv[1])); folder.lock()\n"
-        "child = os.fork()\n"
-        "if child: print(child, flush=True)\n"
+        "if not os.fork(): print(os.getpid(), flush=True)\n"
         "time.sleep(60)\n"
     )
     process = subprocess.Popen(

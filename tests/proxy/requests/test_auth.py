@@ -98,7 +98,7 @@ def test_strangers_hear_of_health_only(start: Any) -> None:
     for headers in ({} if key is None else {"authorization": f"Bearer {key}"} for key in keys):
         assert HTTP.get(f"{gateway.url}/healthz", headers=headers).json() == {
             "status": "ok", "version": version("agentrl-middleware"),
-            "boot_id": "boot", "recoveries": 0,
+            "boot_id": gateway.deps.boot_id, "recoveries": 0,
         }  # fmt: skip
     for headers in (OPERATOR, {"x-api-key": OPERATOR_KEY}):
         health = HTTP.get(f"{gateway.url}/healthz", headers=headers).json()

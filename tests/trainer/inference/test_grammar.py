@@ -151,10 +151,10 @@ def test_a_pick_leaves_other_rows_bit_identical() -> None:
     allowed = torch.ones(2, 500, dtype=torch.bool)
     allowed[0] = torch.arange(500) == 77
     for step in range(50):
-        plain = pick(logits, settings, [uniforms(step, i) for i in range(6)])
+        plain = pick(logits, settings, [next(uniforms(step, i)) for i in range(6)])
         bias = (torch.tensor([3]), torch.tensor([100.0]))
         steering = Steering([4, 5], [None, bias], allowed)
-        steered = pick(logits, settings, [uniforms(step, i) for i in range(6)], steering)
+        steered = pick(logits, settings, [next(uniforms(step, i)) for i in range(6)], steering)
         assert steered.ids[:4] == plain.ids[:4]
         assert steered.logprobs[:4] == plain.logprobs[:4]
         assert steered.ids[4:] == [77, 3]
