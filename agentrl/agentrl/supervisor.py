@@ -137,6 +137,7 @@ class SupervisedProcess:
             process = subprocess.Popen(
                 self.argv,
                 stdin=subprocess.PIPE,
+                bufsize=0,  # else closing the pipe of a dead child fails on what it did not read
                 stdout=log,
                 stderr=log,
                 env=self.env,
@@ -147,7 +148,6 @@ class SupervisedProcess:
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it died at once
             process.stdin.write(self.stdin)
-            process.stdin.flush()
         return process
 
     def _watch(self) -> None:

@@ -110,7 +110,7 @@ def test_mistakes_are_named(client: Client) -> None:
         assert client.done("load_weights", outside)["error"].startswith("ValueError: path: "), path
     for session in ("..", "a/b", "/a"):
         refused = client.post("create_model", model(session, 0))
-        assert refused.status_code == 400
+        assert refused.status_code == 422
         assert "session_id: must be" in refused.text
     absent = client.post("optim_step", {"model_id": "s:train:9", "adam_params": ADAM})
     assert absent.status_code == 404
