@@ -28,7 +28,8 @@ FRAMEWORKS = {
     "agno": Framework("agno>=3 openai"),
     "autogen": Framework("autogen-agentchat>=0.7 autogen-ext[openai]"),
     "crewai": Framework("crewai>=1.15.30,<2"),
-    "dspy": Framework("dspy>=3.4", agent=None, tool=None),
+    # An answer that it cannot parse is asked for once more, from the beginning.
+    "dspy": Framework("dspy>=3.4", agent=None, tool=None, branched="new_conversation"),
     "google_adk": Framework("google-adk>=2 litellm mcp"),
     "haystack": Framework("haystack-ai>=3", agent=None),
     "langgraph": Framework("langchain>=1.2 langchain-openai>=1", turns=2),
