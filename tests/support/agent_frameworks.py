@@ -38,7 +38,8 @@ FRAMEWORKS = {
     "openai_agents": Framework("openai-agents>=0.24", turns=2),
     "pydantic_ai": Framework("pydantic-ai-slim[openai]>=2"),
     "semantic_kernel": Framework("semantic-kernel>=1.45", tool="execute_tool Sums-add", turns=2),
-    "smolagents": Framework("smolagents[openai]>=1.26"),
+    # It tells the model of its tool calls as text.
+    "smolagents": Framework("smolagents[openai]>=1.26", branched="history_edited"),
     # It pins an OpenTelemetry that is older than what the extra needs.
     "strands": Framework("strands-agents[openai]>=1.60", tracing=False),
 }
