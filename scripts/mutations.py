@@ -9,13 +9,17 @@ tree; every file is restored.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parent.parent
 RULES = Path(__file__).with_suffix(".toml")
+PACKAGES = ("agentrl", "proxy", "tracer", "trainer")
+# The packages of this checkout, though another one's may be installed.
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(str(ROOT / one) for one in PACKAGES)}
 
 
 def survives(rule: dict[str, str]) -> bool:
@@ -30,6 +34,7 @@ def survives(rule: dict[str, str]) -> bool:
         done = subprocess.run(
             [*command, *rule["tests"].split()],
             cwd=ROOT,
+            env=ENVIRONMENT,
             capture_output=True,
             text=True,
             check=False,

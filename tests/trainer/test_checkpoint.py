@@ -125,6 +125,17 @@ def test_torn_checkpoints_are_passed_over_and_named(
     assert fault in said
 
 
+def test_a_checkpoint_that_the_runs_records_do_not_know_is_passed_over(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    latest = latest_checkpoint(tmp_path, unknown_after=2)
+    assert latest.checkpoint is not None
+    assert latest.checkpoint.step == 2
+    assert {path.name: fault for path, fault in latest.torn.items()} == {
+        "step-00000003": "its run's records end at step 2"
+    }
+
+
 def test_a_resumed_run_leaves_its_later_history(tmp_path: Path) -> None:
     for step in (10, 20, 30):
         save(tmp_path, step, keep=5)

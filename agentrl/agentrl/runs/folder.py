@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -163,10 +164,13 @@ class RunFolder:
 
     def prune_logs(self, keep: int) -> None:
         """Delete the logs of attempts but the ``keep`` newest."""
-        logs = [file for file in os.scandir(self.logs) if _ATTEMPT_LOG.fullmatch(file.name)]
-        if len(logs) > keep:
-            for file in sorted(logs, key=lambda file: file.stat().st_mtime)[:-keep]:
-                os.unlink(file.path)
+        logs: list[tuple[float, str]] = []
+        for file in os.scandir(self.logs):
+            if _ATTEMPT_LOG.fullmatch(file.name):
+                with contextlib.suppress(FileNotFoundError):  # empty: its worker deleted it
+                    logs.append((file.stat().st_mtime, file.path))
+        for _, path in sorted(logs)[:-keep]:
+            Path(path).unlink(missing_ok=True)
 
     def write_json(self, path: Path, value: Any) -> None:
         self.write(path, json.dumps(strict(value), indent=2, default=str, allow_nan=False) + "\n")

@@ -75,7 +75,7 @@ class StoredResponses:
             return raw, None
         if isinstance(given, str) and given:
             items = [{"role": "user", "content": given}]
-        earlier, said = None, list[Any]()
+        earlier, said, known = None, list[Any](), dict[str, tuple[Call, dict[Any, Item]]]()
         if previous is not None:
             earlier = await self.find(previous)
             if earlier is None:
@@ -89,14 +89,14 @@ class StoredResponses:
                 continue
             where = f"input[{i}].id"
             found = _ITEM_ID.fullmatch(str(item.get("id")))
-            call = await self.find(RESPONSE_PREFIX + found[1]) if found else None
-            known = all_items(_completed(call, where)) if call else []
-            named = next((one for one in known if one.get("id") == item["id"]), None)
-            if named is None:
+            of = RESPONSE_PREFIX + found[1] if found else ""
+            if of not in known and (call := await self.find(of)):  # read once for all its items
+                known[of] = call, {one.get("id"): one for one in all_items(_completed(call, where))}
+            if of not in known or item["id"] not in known[of][1]:
                 message = f"Item with id {str(item.get('id'))[:100]!r} not found."
                 raise invalid(where, message, code="item_not_found")
-            said.append(named)
-            earlier = call
+            earlier, items_of = known[of]
+            said.append(items_of[item["id"]])
         return {**raw, "input": said or given}, earlier
 
 

@@ -114,3 +114,18 @@ def test_pruning_leaves_what_is_new_evaluated_checkpointed_or_marked(tmp_path: P
         "runners.log",
         *names[-2:],
     }
+
+
+def test_a_log_that_its_worker_deletes_meanwhile_is_no_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder.create(tmp_path, "r", "x")
+    names = [f"{number:024x}-1.log" for number in range(4)]
+    for name in names:
+        (folder.logs / name).touch()
+    found = sorted(os.scandir(folder.logs), key=lambda file: file.name)
+    (folder.logs / names[0]).unlink()
+    monkeypatch.setattr(os, "scandir", lambda _: iter(found))
+    folder.prune_logs(2)
+    monkeypatch.undo()
+    assert len([*folder.logs.iterdir()]) == 2

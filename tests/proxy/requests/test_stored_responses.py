@@ -173,6 +173,22 @@ def test_keys_of_clients_without_an_operator(start: Any) -> None:
         assert post(f"{gateway.base_url()}/responses", key, again).status_code == status
 
 
+def test_a_response_is_read_once_for_all_its_items(
+    gateway: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    find = gateway.store.call
+    monkeypatch.setattr(gateway.store, "call", lambda name: read.append(name) or find(name))
+    with client(gateway) as api:
+        say(gateway, "One.")
+        [item] = api.responses.create(model="policy", input="Hello").output
+        reference: Any = {"type": "item_reference", "id": item.id}
+        api.responses.create(model="policy", input=[reference] * 50)
+        with pytest.raises(openai.BadRequestError, match="not found"):
+            api.responses.create(model="policy", input=[reference, {**reference, "id": "msg_1"}])
+    assert len(read) == 2
+
+
 def test_what_was_not_completed_is_not_continued(gateway: Running) -> None:
     gateway.sampler.fail_after = 1
     claim = gateway.claims[0]

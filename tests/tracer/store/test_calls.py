@@ -34,6 +34,9 @@ async def test_the_sum_notices_a_lost_record(store: Store, claim: Claim) -> None
     store.settle(trained={"a": 1}, skipped={"b": SkipReason.ZERO_ADVANTAGE})
     assert store.verify(claim.run_id).fault is None
     with store.db.write() as c:  # break it on purpose
+        c.execute(tables.calls.update().values(trained_step=1, skip_reason=None))
+    assert "the kept sums are" in (store.verify(claim.run_id).fault or "")
+    with store.db.write() as c:
         c.execute(tables.calls.delete().where(tables.calls.c.id == "b"))
     assert "2 calls, and the store holds 1" in (store.verify(claim.run_id).fault or "")
 
@@ -149,6 +152,21 @@ def test_same_requests_are_found_by_what_was_asked(store: Store, request_: Any) 
     ]  # fmt: skip
     assert found[0].call == replace(asked[0], request=found[0].call.request)
     assert [past.call.id for past in store.same_requests(first.attempt_id, backwards)] == ["c"]
+
+
+def test_what_was_not_delivered_does_not_train_and_what_trained_stays(
+    store: Store, claim: Claim
+) -> None:
+    answered = [call_of(claim, name, params={"request_id": name}) for name in ("a", "b", "c")]
+    store.write_calls("boot", [], answered, 3)
+    store.settle(trained={"a": 1}, skipped={})
+    store.mark_undelivered(claim.attempt_id, ["a", "b", "unknown"])
+    states = {call.id: call.state for call in store.calls(attempt_ids=[claim.attempt_id])}
+    kept, lost = CallState.COMPLETED, CallState.CANCELLED
+    assert states == {"a": kept, "b": lost, "c": kept}
+    store.mark_delivered(claim.attempt_id, "b", "again")  # to a retry
+    store.mark_undelivered(claim.attempt_id, ["b"])  # of its first request, late
+    assert {call.state for call in store.calls(attempt_ids=[claim.attempt_id])} == {kept}
 
 
 def test_a_reward_delivered_twice_counts_once(store: Store, claim: Claim) -> None:

@@ -132,6 +132,10 @@ def write_everything(store: Store, before_each: Any) -> None:
     before_each()
     store.db.patiently(lambda: store.write_calls("boot", [lost], calls, 5))
     before_each()
+    store.mark_undelivered(first.attempt_id, ["a", "b"])
+    before_each()
+    store.mark_delivered(first.attempt_id, "a", "a-again")
+    before_each()
     store.heartbeat(first.attempt_id, 30)
     for claim, state in ((first, AttemptState.SUCCEEDED), (second, AttemptState.INFRASTRUCTURE)):
         before_each()
@@ -182,7 +186,7 @@ def test_a_write_whose_answer_was_lost_is_made_once(
 
         write_everything(lossy, lose_the_next_answer)
         lossy.close()
-    assert writes == relay.lost == 20
+    assert writes == relay.lost == 22
     assert contents(remote) == expected
 
 

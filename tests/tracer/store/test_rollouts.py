@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from contextlib import closing
 
 import pytest
 import sqlalchemy as sa
@@ -91,6 +92,19 @@ def test_a_policys_reward_stands_instead_of_what_was_emitted(store: Store) -> No
     outcomes = store.outcomes(run_id)
     assert outcomes.policy_rewards == {"on_error": 1}
     assert outcomes.metrics()["rewards/on_error"] == 1
+
+
+def test_an_error_that_no_database_takes_ends_its_attempt(store: Store, postgres: str) -> None:
+    with closing(Store(postgres)) as remote:
+        for one in (store, remote):
+            start_run(one)
+            claim = claimed(one)
+            one.end_attempt(claim.attempt_id, AttemptState.ERROR, error="half \ud83d, none \0")
+            [attempt, *_] = one.attempts([claim.rollout_id])
+            assert (attempt.state, attempt.error) == (
+                AttemptState.ERROR,
+                "half \\ud83d, none \ufffd",
+            )
 
 
 def test_infrastructure_retries_do_not_use_up_attempts(store: Store) -> None:

@@ -189,11 +189,14 @@ class CallStore(VerdictStore, RewardStore):
         """Change calls that have not been trained on, where ``new_params`` returns any."""
         columns = [t.calls.c[name] for name in ("id", "response_id", "state", "params")]
         query = sa.select(*columns).where(_OF_ATTEMPT, t.calls.c.trained_step.is_(None))
-        with self.db.write() as c:
-            for row in c.execute(query, {"attempt_id": attempt_id}).all():
+
+        def work(c: sa.Connection) -> None:
+            for row in c.execute(query.with_for_update(), {"attempt_id": attempt_id}).all():
                 if (params := new_params(row)) is not None:
                     mine = t.calls.c.id == row.id
                     c.execute(t.calls.update().where(mine).values(state=state, params=params))
+
+        self.db.transact(work)
 
     def calls(
         self,

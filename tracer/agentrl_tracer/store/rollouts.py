@@ -99,6 +99,8 @@ class RolloutStore(RewardStore):
 
         Returns the rollout's new state; None when the attempt was already sealed.
         """
+        if error is not None:  # an agent's exception may hold what a database refuses
+            error = error.encode("utf-8", "backslashreplace").decode().replace("\0", "\ufffd")
         return self.db.transact(lambda c: self._seal(c, attempt_id, state, error, log))
 
     def _seal(
