@@ -3,11 +3,12 @@
     python scripts/chaos.py --kills 100                     100 kills of each victim
     python scripts/chaos.py --kills 2 --victims agent,worker --store sqlite
 
-The victims are the gateway, a runner's worker, an agent, the trainer (which is resumed), PostgreSQL
-and vLLM. Runs alternate between one adapter, two adapters, and asynchronous training in shared
-processes, on SQLite and on PostgreSQL. Most strikes are SIGKILL; every fifth one is SIGSTOP, and
-SIGCONT up to three seconds later. At a run's end the script reads the raw tables and compares them
-with what the agents wrote down: see ``problems_of``. The exit status is 1 if anything is wrong.
+The victims are the gateway, the runners' pool, one of its workers, an agent, the trainer (which is
+resumed), PostgreSQL and vLLM. Runs alternate between one adapter, two adapters, and asynchronous
+training in shared processes, on SQLite and on PostgreSQL. Most strikes are SIGKILL; every fifth one
+is SIGSTOP, and SIGCONT up to three seconds later. At a run's end the script reads the raw tables
+and compares them with what the agents wrote down: see ``problems_of``. The exit status is 1 if
+anything is wrong.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ import sqlalchemy as sa
 HERE = Path(__file__).parent
 RUN_LIMIT_S = 900
 STOPPED_S = 3.0
+GAVE_UP = "keep dying and no rollout finishes"  # a trainer may say so, and is resumed
 TWO_ADAPTERS = ["--adapters", "asker,answerer"]
 AHEAD = ["--max-staleness", "1", "--rollouts-per-process", "8", "--rollouts.concurrency", "2"]
 SHAPES: dict[str, list[str]] = {
@@ -127,6 +129,10 @@ class Run:
                 env=self.environment, stdout=output, stderr=output, start_new_session=True,
             )  # fmt: skip
 
+    def said(self) -> str:
+        """Return what the trainer has said since it was started."""
+        return (self.folder / "output.txt").read_text().rpartition("run folder ")[2]
+
     def victims(self, kind: str) -> list[psutil.Process]:
         """Return the living processes of a kind, found by their place in the process tree."""
         assert self.trainer is not None
@@ -134,11 +140,13 @@ class Run:
             return [self.trainer]
         children = self.trainer.children()
         named = {child: " ".join(child.cmdline()) for child in children}
-        pools = [child for child, name in named.items() if "agentrl.runner" in name]
+        runners = [child for child, name in named.items() if "agentrl.runner" in name]
         engines = [child for child, name in named.items() if "vllm" in name.split(" train ")[0]]
+        pools = [pool for runner in runners for pool in runner.children()]
         workers = [worker for pool in pools for worker in pool.children()]
         found: dict[str, list[psutil.Process]] = {
-            "gateway": [child for child in children if child not in pools + engines],
+            "gateway": [child for child in children if child not in runners + engines],
+            "pool": runners + pools,
             "worker": workers,
             "agent": [agent for worker in workers for agent in worker.children()],
             "vllm": engines,
@@ -201,7 +209,10 @@ def hurt(run: Run, quota: Counter[str], rng: random.Random, postgres: Postgres |
         code = run.trainer.poll()
         if code == 0:
             return
-        if code is not None:
+        if code is not None and GAVE_UP in run.said():
+            run.strikes["gave up"] += 1
+            run.start()
+        elif code is not None:
             run.failures.append(f"the trainer ended with code {code} by itself")
             if len(run.failures) > 3:
                 return
@@ -321,7 +332,7 @@ def chaos(
     """Hurt runs until the quota of strikes is spent; return what is wrong.
 
     Args:
-        quota: number of strikes per victim: gateway, worker, agent, trainer, postgres, vllm.
+        quota: number of strikes per victim: gateway, pool, worker, agent, trainer, postgres, vllm.
         stores: "sqlite", "postgres"; runs alternate between them.
         shapes: names in ``SHAPES``; runs alternate between them.
         vllm: flags of ``agentrl train`` that make vLLM the sampler.
@@ -362,7 +373,7 @@ def chaos(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--kills", type=int, default=100, help="strikes of each victim")
-    parser.add_argument("--victims", default="gateway,worker,agent,trainer,postgres")
+    parser.add_argument("--victims", default="gateway,pool,worker,agent,trainer,postgres")
     parser.add_argument("--store", default="sqlite,postgres")
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--steps", type=int, default=4)

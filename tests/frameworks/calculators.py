@@ -1,5 +1,7 @@
 """Agents as their frameworks' own documentation begins: default client, one agent, one tool.
 
+Some answer a second user turn, which goes through what the framework keeps of the first.
+
 Imports are inside, so that each environment needs one framework only. Each function returns the
 reward: the length of the answer, so that the rollouts of a group differ.
 """
@@ -8,6 +10,7 @@ import asyncio
 import os
 
 QUESTION = "What is 2 + 3?"
+TURNS = (QUESTION, "And 4 + 5?")
 INSTRUCTIONS = "Add the numbers with the tool."
 
 
@@ -32,9 +35,12 @@ def length(answer):
 def openai(task):
     from openai import OpenAI
 
-    asked = [{"role": "user", "content": QUESTION}]
-    said = OpenAI().chat.completions.create(model=model(), messages=asked, max_tokens=32)
-    return length(said.choices[0].message.content)
+    client, messages = OpenAI(), []
+    for question in TURNS:
+        messages.append({"role": "user", "content": question})
+        said = client.chat.completions.create(model=model(), messages=messages, max_tokens=32)
+        messages.append(said.choices[0].message)
+    return length(messages[-1].content)
 
 
 def agno(task):
@@ -49,20 +55,17 @@ def agno(task):
 
 def agent_framework(task):
     from agent_framework import Agent
-    from agent_framework.openai import OpenAIChatCompletionClient
-
-    client = OpenAIChatCompletionClient(model=model())
-    agent = Agent(client=client, name="calculator", instructions=INSTRUCTIONS, tools=[add])
-    return length(asyncio.run(agent.run(QUESTION)).text)
-
-
-def agent_framework_responses(task):
-    from agent_framework import Agent
     from agent_framework.openai import OpenAIChatClient
 
-    client = OpenAIChatClient(model=model())
-    agent = Agent(client=client, name="calculator", instructions=INSTRUCTIONS, tools=[add])
-    return length(asyncio.run(agent.run(QUESTION)).text)
+    async def run():
+        client = OpenAIChatClient(model=model())
+        agent = Agent(client=client, name="calculator", instructions=INSTRUCTIONS, tools=[add])
+        session = agent.create_session()
+        for question in TURNS:
+            said = await agent.run(question, session=session)
+        return said.text
+
+    return length(asyncio.run(run()))
 
 
 def autogen(task):
@@ -183,7 +186,10 @@ def langgraph(task):
     agent = create_agent(
         ChatOpenAI(model=model()), [add], system_prompt=INSTRUCTIONS, name="calculator"
     )
-    state = agent.invoke({"messages": [{"role": "user", "content": QUESTION}]})
+    state = {"messages": []}
+    for question in TURNS:
+        asked = {"role": "user", "content": question}
+        state = agent.invoke({"messages": [*state["messages"], asked]})
     return length(state["messages"][-1].content)
 
 
@@ -212,7 +218,9 @@ def openai_agents(task):
     agent = Agent(
         name="calculator", instructions=INSTRUCTIONS, model=model(), tools=[function_tool(add)]
     )
-    return length(Runner.run_sync(agent, QUESTION).final_output)
+    said = Runner.run_sync(agent, QUESTION)
+    more = [*said.to_input_list(), {"role": "user", "content": TURNS[1]}]
+    return length(Runner.run_sync(agent, more).final_output)
 
 
 def pydantic_ai(task):
@@ -239,7 +247,15 @@ def semantic_kernel(task):
         instructions=INSTRUCTIONS,
         plugins=[Sums()],
     )
-    return length(asyncio.run(agent.get_response(messages=QUESTION)))
+
+    async def run():
+        thread = None
+        for question in TURNS:
+            said = await agent.get_response(messages=question, thread=thread)
+            thread = said.thread
+        return said
+
+    return length(asyncio.run(run()))
 
 
 def smolagents(task):

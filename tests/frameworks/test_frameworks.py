@@ -1,4 +1,4 @@
-"""An unmodified agent of each framework: traced, and trained for two steps.
+"""An unmodified agent of each framework: traced, continued token for token, trained for two steps.
 
 Each has an environment of its own with the framework and the agent's side of the wheel.
 """
@@ -10,16 +10,17 @@ import os
 import shutil
 import subprocess
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from agent_frameworks import FRAMEWORKS
+from agent_frameworks import FRAMEWORKS, VERCEL, Framework
 from scripted_sampler import Running
 from training_run import Run
 
 from agentrl.runner.protocol import RunnerConfig
-from agentrl_tracer.schemas import RolloutState
+from agentrl_tracer.schemas import Call, RolloutState
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(600)]
 
@@ -61,7 +62,8 @@ def test_agents_and_tools_are_seen(
     assert report["state"] == "succeeded", done.stderr[-3000:]
     expected, spans = FRAMEWORKS[framework], gateway.store.spans(claim.rollout_id)
     calls = gateway.calls(claim)
-    assert len(calls) >= len(said)
+    assert len(calls) >= len(said) + expected.turns - 1
+    assert_conversation(calls, expected)
     assert {call.agent for call in calls} == {expected.agent}
     names = [span.name for span in spans]
     assert expected.tool is None or expected.tool in names, names
@@ -72,15 +74,27 @@ def test_agents_and_tools_are_seen(
         assert {call.span_id for call in calls} <= known
 
 
-def trains(run: Run, agent: str | None) -> None:
-    """Two steps of 2 groups of 3 rollouts: all calls are attributed, and judged."""
+def assert_conversation(calls: Sequence[Call], expected: Framework) -> None:
+    """An attempt's calls are one conversation, which keeps its tokens and refers to its state."""
+    calls = sorted(calls, key=lambda call: call.seq)
+    assert len(calls) >= expected.turns
+    first, *branched = [call.params.get("branched") for call in calls]
+    assert (first, {*branched} - {expected.branched}) == ("first_call", set()), branched
+    named = [(call.request or {}).get("previous_response_id") for call in calls]
+    before = [call.response_id if expected.stateful else None for call in calls[:-1]]
+    assert named == [None, *before]
+
+
+def trains(run: Run, expected: Framework) -> None:
+    """Two steps of 2 groups of 3 rollouts: all calls are attributed, continued and judged."""
     run.finish(timeout_s=560)
     steps = run.steps()
     assert [row["step"] for row in steps] == [1, 2]
     accounting = run.accounting()  # which balances
     assert accounting.trained > 0, run.output
     assert "no_rollout" not in accounting.skipped
-    assert {call.agent for call in run.calls()} == {agent}
+    calls = run.calls()
+    assert {call.agent for call in calls} == {expected.agent}
     # Each rollout asks the same: none may be answered from another's cache.
     assert [row["reward/without_call"] for row in steps] == [0, 0]
     with run.store() as store:
@@ -89,22 +103,46 @@ def trains(run: Run, agent: str | None) -> None:
     assert {rollout.state for rollout in rollouts} == {RolloutState.SUCCEEDED}
     ended = Counter(attempt.state for attempt in attempts)
     print(f"{dict(ended)}, {accounting}")  # noqa: T201
+    assert {call.attempt_id for call in calls} == {attempt.id for attempt in attempts}
+    for attempt in attempts:
+        assert_conversation([one for one in calls if one.attempt_id == attempt.id], expected)
 
 
 def test_two_steps_train(framework: str, python: str, tmp_path: Path) -> None:
     run = Run(tmp_path, f"{AGENTS}:{framework}", python=python, **SHORT)
-    trains(run, FRAMEWORKS[framework].agent)
+    trains(run, FRAMEWORKS[framework])
 
 
-def test_vercel_under_node(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def vercel_agent(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The agent beside its SDK."""
     npm = shutil.which("npm")
     if npm is None or shutil.which("node") is None:
         pytest.skip("node and npm are not installed")
-    (tmp_path / "package.json").write_text('{"private": true}')
-    packages = ["ai@6", "@ai-sdk/openai@3", "zod@4"]
-    command = [npm, "install", "--no-audit", "--no-fund", "--ignore-scripts", *packages]
-    made = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    folder = tmp_path_factory.mktemp("vercel")
+    (folder / "package.json").write_text('{"private": true}')
+    command = [npm, "install", "--no-audit", "--no-fund", "--ignore-scripts"]
+    command += VERCEL.requirements.split()
+    made = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200)
     if made.returncode:
         pytest.skip(f"npm could not install the SDK: {made.stderr[-300:]}")
-    agent = shutil.copy(AGENTS.with_name("vercel_agent.mjs"), tmp_path)
-    trains(Run(tmp_path, f"node {agent}", **SHORT), None)
+    return shutil.copy(AGENTS.with_name("vercel_agent.mjs"), folder)
+
+
+def test_vercel_continues_its_conversation(
+    vercel_agent: str, gateway: Running, tmp_path: Path
+) -> None:
+    [claim] = gateway.new_claims()
+    turns = iter([ADD, "5", "9"])
+    gateway.sampler.script = lambda *_: next(turns)
+    url = {"OPENAI_BASE_URL": gateway.base_url(claim), "OPENAI_API_KEY": claim.key}
+    subprocess.run(
+        ["node", vercel_agent], check=True, timeout=100, cwd=tmp_path,
+        env={**os.environ, **url, "AGENTRL_MODEL": "policy"},
+    )  # fmt: skip
+    assert len(gateway.calls(claim)) == 3
+    assert_conversation(gateway.calls(claim), VERCEL)
+
+
+def test_two_steps_train_vercel(vercel_agent: str, tmp_path: Path) -> None:
+    trains(Run(tmp_path, f"node {vercel_agent}", **SHORT), VERCEL)

@@ -81,6 +81,8 @@ def daemonizes(task):
     code = "import os, sys, time\nif os.fork(): os._exit(0)\nos.setsid()\n"
     code += "open(sys.argv[1], 'w').write(str(os.getpid()))\ntime.sleep(100)"
     subprocess.run([sys.executable, "-S", "-c", code, task["pids"]], start_new_session=True)
+    while not os.path.exists(task["pids"]) or not os.path.getsize(task["pids"]):
+        time.sleep(0.01)  # else it may be killed before it says who it is
     if task.get("stuck"):
         time.sleep(100)
     return 1.0

@@ -13,7 +13,7 @@ def test_killed_processes_lose_no_answer_and_train_no_half_attempt(
     monkeypatch.syspath_prepend(Path(__file__).parents[3] / "scripts")
     from chaos import chaos
 
-    quota = {"gateway": 1, "worker": 1, "agent": 2, "trainer": 1}
+    quota = {"gateway": 1, "pool": 1, "worker": 1, "agent": 2, "trainer": 1}
     which = {"stores": ["sqlite"], "shapes": ["two_adapters"], "steps": 3, "pause_s": 0.3}
     found = chaos(tmp_path, quota, **which)
     assert found == []
