@@ -27,7 +27,7 @@ help:
 	@echo "make clients    clients of other versions, from npm and PyPI"
 	@echo "make frameworks train two steps with an agent of each framework (20 minutes)"
 	@echo "make vllm tinker trackers litellm-proxy   need another environment: see CONTRIBUTING.md"
-	@echo "make mutations  remove 40 rules one by one; each removal must fail a test"
+	@echo "make mutations  remove each rule of the library; each removal must fail a test"
 	@echo "make chaos      kill processes of runs at random, KILLS=100 of each kind; check the books"
 
 demo: $(VENV)/.runtime

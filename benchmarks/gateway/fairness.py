@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import hostile
-from run import Agentrl, Shape, measure, write_answer
+from run import Agentrl, Contestant, Shape, measure, write_answer
 
 HERE = Path(__file__).parent
 ALONE, MANY = Shape(False, 1, False), Shape(False, 32, False)
@@ -100,8 +100,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="agentrl-bench-") as name:
         folder = Path(name)
         os.environ["BENCHMARK_ANSWER"] = str(write_answer(folder))
-        who, log = Agentrl("agentrl", folder, forget=False), folder / "log"
-        with who.running(log):
+        provider, log = Contestant("direct", sys.executable, folder), folder / "log"
+        url = f"http://127.0.0.1:{provider.port}/v1"
+        who = Agentrl("agentrl", folder, forget=False, provider=url)
+        with provider.running(folder / "provider-log"), who.running(log):
             who.first_answer(log)
             measure(who, ALONE, seconds=600, at_most=200)  # warm
             lines += by_kind(who, options.kinds, options.requests)

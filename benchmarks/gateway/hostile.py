@@ -144,7 +144,18 @@ _OTHERS: dict[str, tuple[str, Callable[[], bytes]]] = {
     "spans, 25,000": ("traces", lambda: _spans(25_000)),
     "rewards": ("rewards", lambda: _rewards(70_000)),
 }
-KINDS = {kind: ("chat/completions", body) for kind, body in _CHAT.items()} | _OTHERS
+_JUDGE = {  # of a provider, through LiteLLM
+    "judge: text, 30 MB": lambda: _chat(_text(30 * 10**6), model="judge"),
+    "judge: messages, 4096": lambda: _chat(messages=_talk(4095), model="judge"),
+    "judge: tools, 1024": lambda: _chat(tools=_tools(1024), model="judge"),
+    "judge: parts": lambda: _chat(
+        messages=_user([{"type": "text", "text": "a"}] * 25_000), model="judge"
+    ),
+    "judge: image, 30 MB": lambda: _chat(messages=_user(_picture(30 * 10**6)), model="judge"),
+    "judge: images": lambda: _chat(messages=_user(_picture(3_000) * 8_000), model="judge"),
+    "judge: keys": lambda: _chat(metadata={f"k{i}": 1 for i in range(70_000)}, model="judge"),
+}
+KINDS = {kind: ("chat/completions", body) for kind, body in (_CHAT | _JUDGE).items()} | _OTHERS
 
 
 def main(kinds: list[str]) -> None:

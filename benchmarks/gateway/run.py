@@ -146,8 +146,9 @@ class Contestant:
 class Agentrl(Contestant):
     """The gateway. Rollouts are claimed and ended here, as runners do, in its own store."""
 
-    def __init__(self, name: str, folder: Path, *, forget: bool) -> None:
+    def __init__(self, name: str, folder: Path, *, forget: bool, provider: str = "") -> None:
         super().__init__(name, sys.executable, folder)
+        self._provider = provider  # the URL of its model ``judge``
         self._forget = forget
         self._url = str(folder / f"{name.replace(' ', '-')}.db")
         self._store = Store(self._url)
@@ -162,7 +163,7 @@ class Agentrl(Contestant):
     def command(self) -> list[str]:
         server = str(SERVERS / "agentrl_gateway.py")
         command = [self.python, server, str(self.port), self._url, self._run]
-        return [*command, "--forget"] if self._forget else command
+        return [*command, *["--forget"] * self._forget, *[self._provider] * bool(self._provider)]
 
     @contextlib.contextmanager
     def targets(self, requests: int) -> Iterator[list[tuple[str, str]]]:

@@ -17,6 +17,7 @@ _OF_LITELLM = (  # its use of pydantic, and connections that it closes too late
     "ignore:.*using the `ReadOnly` qualifier:UserWarning",
     "ignore:Accessing the 'model_:DeprecationWarning",
     "ignore:Pydantic serializer warnings:UserWarning",
+    "ignore:Sending a large body:ResourceWarning",  # it is sent from LiteLLM's own loop
     "ignore::pytest.PytestUnraisableExceptionWarning",
     "ignore::pytest.PytestUnhandledThreadExceptionWarning",
 )

@@ -15,7 +15,7 @@ from agentrl.cli.fixed_model import execute
 from agentrl.config.checks import greedy_note
 from agentrl.config.commands import EvalConfig
 from agentrl.config.loading import load, load_tasks
-from agentrl.console.output import console
+from agentrl.console.output import print_block, print_line, print_sentences
 from agentrl.console.report import facts
 from agentrl.runner.agent_spec import validate_agent
 from agentrl.training.evaluation import pass_at_k, plan_evaluation, task_interval
@@ -54,7 +54,7 @@ def eval_command(*tokens: Tokens) -> None:
     how, model = config.evaluation, config.model
     tasks = load_tasks(how.tasks, "evaluation.tasks")
     if note := greedy_note(how.samples, how.temperature):
-        console.print(f"note: {note}", soft_wrap=True)
+        print_sentences(f"note: {note}")
     session, rollouts, calls = execute(
         config,
         "eval",
@@ -75,13 +75,14 @@ def eval_command(*tokens: Tokens) -> None:
     )
     summary = asdict(scores) | {"failures": problems, "not_enforced": refused}
     session.folder.write_json(session.folder.summary, summary)
-    console.print(evaluation_report(scores, problems))
+    print_block(evaluation_report(scores, problems))
     for name, count in refused.items():
-        console.print(
-            f"[yellow]{model.answered_by} refuses {name} {how.temperature:g}: "
-            f"{count} answers were sampled at its own {name}[/]"
+        print_sentences(
+            f"{model.answered_by} refuses {name} {how.temperature:g}: "
+            f"{count} answers were sampled at its own {name}",
+            "yellow",
         )
-    console.print(f"[dim]recorded in {session.folder.root}[/]")
+    print_line((f"recorded in {session.folder.root}", "dim"))
 
 
 def evaluation_report(scores: Scores, problems: Mapping[str, int]) -> Table:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from agentrl.console.output import console
+from agentrl.console.output import console, print_line
 from agentrl.interrupts import END_WITHIN_S, end_in_order
 
 
@@ -32,8 +32,8 @@ def export_command(
             trust_remote_code=trust_remote_code,
         )  # fmt: skip
     kind = "model" if exported.merged else "adapter"
-    console.print(f"{kind} written to [b]{exported.folder}[/]; serve it with one of:")
+    print_line(f"{kind} written to {exported.folder}; serve it with one of:")
     for server, commands in exported.servers.items():
-        console.print(f"  [dim]{server}[/]", highlight=False)
+        print_line((f"  {server}", "dim"))
         for command in commands:
-            console.print(f"    [cyan]{command}[/]", soft_wrap=True, highlight=False)
+            print_line((f"    {command}", "cyan"))

@@ -8,7 +8,7 @@ from rich.progress import Progress
 
 from agentrl.config.commands import EvalConfig, RunConfig
 from agentrl.config.settings import AdapterSettings
-from agentrl.console.output import console
+from agentrl.console.output import console, print_sentences
 from agentrl.interrupts import END_WITHIN_S, end_in_order
 from agentrl.runs.folder import RunFolder, adapter_folders
 from agentrl.training.session import Session
@@ -40,12 +40,12 @@ def execute(
     planned = plan(store.add_tasks(session.run_id, kind, tasks))
     with session, Progress(console=console, transient=True) as progress:
         bar = progress.add_task("starting", total=len(planned))
-        session.wait_ready(progress.console.print)
+        session.wait_ready(print_sentences)
         rollouts = session.execute(
             planned,
             lambda done, _: progress.update(bar, completed=done, description="rollouts"),
         )
-        session.tell_lost_spans(progress.console.print, last=True)
+        session.tell_lost_spans(print_sentences, last=True)
     calls = session.skip_calls([rollout.id for rollout in rollouts], SkipReason.EVALUATION)
     store.end_run(session.run_id, "finished")
     return session, rollouts, calls

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from agentrl.config.commands import COMMANDS
 from agentrl.config.setting_names import settings_of
-from agentrl.console.output import console
+from agentrl.console.output import console, print_block
 
 _OWN = {
     "--config": "TOML or YAML file of settings.",
@@ -28,16 +28,17 @@ def print_help(name: str, *, everything: bool) -> None:
         console.print(" ".join(paragraph.split()) + "\n", markup=False, highlight=False)
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column(no_wrap=True, style="cyan", min_width=22)
-    table.add_column(no_wrap=not everything, overflow="fold" if everything else "ellipsis")
+    table.add_column(overflow="fold")
     known = {setting.name: setting for setting in settings_of(command)}
     if agent:
         table.add_row("AGENT", known["agent.entrypoint"].meaning)
     for setting in map(known.__getitem__, known if everything else command.short_flags):
         if setting.flags:
             default = rf"\[{setting.default}] " if setting.default else ""
-            meaning = default + setting.meaning.replace("[", r"\[")
+            said = setting.meaning if everything else setting.meaning.partition(". ")[0]
+            meaning = default + said.rstrip(".").replace("[", r"\[") + "."
             table.add_row(setting.flags[not everything], meaning)
     for flag, meaning in _OWN.items():
         if flag != "--resume" or name == "train":
             table.add_row(flag, meaning)
-    console.print(table, highlight=False)
+    print_block(table)

@@ -10,11 +10,10 @@ import sys
 from typing import Any
 
 from cyclopts import App, CycloptsError, MissingArgumentError, Parameter
-from rich.logging import RichHandler
 
 from agentrl import __version__
 from agentrl.config.commands import COMMANDS
-from agentrl.console.output import print_error, stderr
+from agentrl.console.output import LogLines, print_error, print_line, stderr
 from agentrl.interrupts import Interrupted, end_at_once, last_words
 
 app = App(
@@ -70,7 +69,9 @@ def main() -> None:
     Exits with 2 on a wrong setting, 1 on a failure, and 130 or 143 when it is interrupted.
     """
     logging.basicConfig(
-        level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=stderr)]
+        level=logging.WARNING,
+        format="%(asctime)s %(levelname)s %(message)s",
+        handlers=[LogLines()],
     )
     tokens = sys.argv[1:]
     try:
@@ -96,7 +97,7 @@ def main() -> None:
             said = f"{name}: is missing. {error.argument.parameter.help or ''}".rstrip()
         print_error(said)
         if words := last_words():
-            stderr.print(words, soft_wrap=True, markup=False, highlight=False)
+            print_line(words, to=stderr)
         sys.exit(1 if isinstance(error, RuntimeError | OSError) else 2)
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import sys
 
-from rich.text import Text
-
 from agentrl.cli import Tokens
 from agentrl.cli.fixed_model import execute
 from agentrl.config.commands import RunConfig
 from agentrl.config.loading import load
 from agentrl.config.settings import OtherModelSettings
-from agentrl.console.output import console
-from agentrl.console.trace_tree import rollout_tree
+from agentrl.console.output import print_block, print_line
+from agentrl.console.trace_tree import rollout_trace
 from agentrl.runner.agent_spec import validate_agent
 from agentrl.training.rollout_queue import rollout_seed
 from agentrl_tracer.schemas import NewRollout, Purpose, RolloutState
@@ -44,8 +42,8 @@ def run_command(*tokens: Tokens) -> None:
         lambda ids: [NewRollout(ids[0], "run", Purpose.EVAL, step=0, index=0, seed=seed)],
         asks_for,
     )
-    console.print(rollout_tree(session.store, rollout))
+    print_block(rollout_trace(session.store, rollout))
     session.store.close()
-    console.print(Text(f"recorded in {session.folder.root}", "dim"), soft_wrap=True)
+    print_line((f"recorded in {session.folder.root}", "dim"))
     if rollout.state is not RolloutState.SUCCEEDED:
         sys.exit(1)

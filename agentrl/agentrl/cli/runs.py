@@ -10,9 +10,9 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from agentrl.config.errors import ConfigError
-from agentrl.console.output import console, print_line
+from agentrl.console.output import console, print_block, print_line
 from agentrl.console.report import Metrics, runs_table, show_run, show_verified
-from agentrl.console.trace_tree import rollout_tree
+from agentrl.console.trace_tree import rollout_trace
 from agentrl.runs.folder import RunFolder
 from agentrl.runs.recorded import open_store, resume_command, state_of
 from agentrl_tracer.schemas import Json
@@ -41,8 +41,10 @@ def list_command(
             continue
         if found[-1][1] == "interrupted" and run["kind"] == "train":
             interrupted.append(folder)
-    if found or not faults:
-        console.print(runs_table(found) if found else f"no runs in {runs}")
+    if found:
+        print_block(runs_table(found, console.width))
+    elif not faults:
+        print_line(f"no runs in {runs}")
     for folder in interrupted:
         print_line(f"{folder.name} was interrupted; continue it with:  {resume_command(folder)}")
     if faults:  # after the others
@@ -65,7 +67,7 @@ def show_command(
         found = store.rollouts(found_run["id"], ids=[rollout])
         if not found:
             raise ConfigError(f"rollout: {rollout!r} is no rollout of {folder.name}")
-        console.print(rollout_tree(store, found[0]))
+        print_block(rollout_trace(store, found[0]))
 
 
 def verify_command(

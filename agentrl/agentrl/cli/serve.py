@@ -34,10 +34,7 @@ def serve_command(*tokens: Tokens) -> None:
     url, names = url_of(sock), list(adapters) or [config.model.name]
     body = {"model": names[0], "messages": [{"role": "user", "content": "Who are you?"}]}
     key = " -H 'authorization: Bearer '$KEY" if listen.operator_key else ""
-    console.print(
-        f"[b]{' and '.join(names)}[/] answers at [b cyan]{url}/v1[/] once the model is loaded. "
-        "Try:\n"
-    )
+    print_line(f"{' and '.join(names)} answers at {url}/v1 once the model is loaded. Try:\n")
     print_line(
         f"curl {url}/v1/chat/completions{key} -H 'content-type: application/json' "
         f"-d '{json.dumps(body)}'\n"
@@ -62,10 +59,10 @@ def serve_command(*tokens: Tokens) -> None:
         if vllm is not None:
             stack.callback(vllm.stop)
             log.parent.mkdir(parents=True, exist_ok=True)
-            console.print(f"[dim]starting vLLM; its log is {log}[/]", soft_wrap=True)
+            print_line((f"starting vLLM; its log is {log}", "dim"))
             vllm.start()
             with console.status("vLLM starts") as status:
-                vllm.wait(status.update if console.is_terminal else console.print)
+                vllm.wait(status.update if console.is_terminal else print_line)
         gateway.start()
         stack.callback(gateway.stop)
         gateway.watch()

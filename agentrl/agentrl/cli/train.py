@@ -10,7 +10,7 @@ from agentrl.config.checks import check_warmup
 from agentrl.config.commands import TrainConfig
 from agentrl.config.loading import load, load_tasks, resume_of, steps_of
 from agentrl.console.live import TrainDisplay
-from agentrl.console.output import console, print_line
+from agentrl.console.output import console, print_block, print_line
 from agentrl.console.report import serve_command, training_report
 from agentrl.interrupts import END_WITHIN_S, end_in_order
 from agentrl.runner.agent_spec import validate_agent
@@ -46,8 +46,8 @@ def train_command(*tokens: Tokens) -> None:
     else:
         folder = RunFolder.create(config.run.folder, config.run.name, "train")
     end_in_order(partial(_how_to_continue, folder), within_s=END_WITHIN_S)
-    console.print(f"[dim]run folder {folder.root}[/]", soft_wrap=True)
-    console.print("[dim]loading torch, the gateway and the runners[/]")
+    print_line((f"run folder {folder.root}", "dim"))
+    print_line(("loading torch, the gateway and the runners", "dim"))
     with (
         Session(folder, config, "train") as session,
         # After the session, which may fork: the display has a thread.
@@ -59,13 +59,13 @@ def train_command(*tokens: Tokens) -> None:
             from agentrl.training.loop import TrainingRun, train
 
         summary = train(TrainingRun(config, tasks, eval_tasks, session, display))
-    console.print(training_report(summary))
+    print_block(training_report(summary))
     if summary.learned_nothing:  # for scripts that wait for a better adapter
         sys.exit(1)
     fetched = how_to_fetch(folder.adapter)
     for command in fetched or [serve_command(folder, config.model)]:
         what = "it is on Tinker; fetch it" if fetched else "serve it"
-        console.print(f"{what}:  [b cyan]{command}[/]", soft_wrap=True)
+        print_line(f"{what}:  ", (command, "bold cyan"))
 
 
 def _how_to_continue(folder: RunFolder) -> str:

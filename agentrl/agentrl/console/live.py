@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, Self
@@ -15,6 +14,7 @@ from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.text import Text
 
+from agentrl.console.output import print_line, print_sentences
 from agentrl.console.report import facts, sparkline
 from agentrl.runs.metric_names import DIFFERENCE, REWARD
 from agentrl_tracer.schemas import Accounting
@@ -38,7 +38,6 @@ class TrainDisplay:
         self._rewards: list[float] = []
         self._held_out: list[float] = []
         self._accounting: Accounting | None = None
-        self._notes: deque[str] = deque(maxlen=4)
         self._training_since: float | None = None
         self._progress = Progress(
             TextColumn("step [b]{task.completed}[/]/{task.total}"),
@@ -51,13 +50,13 @@ class TrainDisplay:
         self._live = Live(console=console, get_renderable=self._render, refresh_per_second=1)
 
     def __enter__(self) -> Self:
-        if self._console.is_terminal:
+        if self._console.is_interactive:
             self._live.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._phase = "stopped" if kind else "finished"
-        if self._console.is_terminal:
+        if self._console.is_interactive:
             self._live.stop()
 
     def begin(self, steps: int, done: int) -> None:
@@ -100,13 +99,12 @@ class TrainDisplay:
         self._print(f"step {step:>3}/{self._steps}  held-out accuracy {accuracy:.1%}")
 
     def note(self, message: str) -> None:
-        """Show something that went wrong and was dealt with."""
-        self._notes.append(message)
-        self._print(f"note: {message}")
+        """Show something that went wrong and was dealt with, above the panel."""
+        print_sentences(f"note: {message}", "yellow", self._console)
 
     def _print(self, line: str) -> None:
-        if not self._console.is_terminal:
-            self._console.print(line, soft_wrap=True, highlight=False, markup=False)
+        if not self._console.is_interactive:
+            print_line(line, to=self._console)
 
     def _asynchronous(self) -> list[str]:
         """Say how stale the trained rollouts were; empty if the run is synchronous."""
@@ -135,8 +133,7 @@ class TrainDisplay:
             ahead = f"   rollouts of the next steps {done}/{total}"
         elapsed = f"   {_duration(time.perf_counter() - self._started)} elapsed"
         phase = Text.assemble((self._phase, "bold cyan"), (ahead, "cyan"), (elapsed, "dim"))
-        notes = [Text(f"! {note}", style="yellow", overflow="fold") for note in self._notes]
-        parts = Group(self._progress, phase, facts(self._figures()), *notes)
+        parts = Group(self._progress, phase, facts(self._figures()))
         return Panel(parts, title=f"[b]{self._title}[/]", title_align="left", border_style="blue")
 
     def _figures(self) -> Iterator[tuple[str, Text | str]]:

@@ -1,19 +1,71 @@
-"""The consoles that commands print to."""
+"""The consoles that commands print to.
+
+Lines that users copy are not wrapped: a terminal shows them on several rows, and copies them whole.
+Sentences wrap between words, and never within a path. A pipe or a file has no width: nothing wraps.
+"""
 
 from __future__ import annotations
 
-from rich.console import Console
-from rich.panel import Panel
+import logging
+import textwrap
+
+from rich.console import Console, RenderableType
 from rich.text import Text
 
-console = Console()
-stderr = Console(stderr=True)
+_UNLIMITED = 100_000
+
+
+def _console(*, to_stderr: bool = False) -> Console:
+    made = Console(stderr=to_stderr)
+    if not made.is_terminal:
+        made.width = _UNLIMITED
+    return made
+
+
+console = _console()
+stderr = _console(to_stderr=True)
+
+Part = str | tuple[str, str]
+"""A text, or a text and its style."""
+
+
+def whole(*parts: Part) -> Text:
+    """Join texts to lines that ``print_block`` leaves whole, whatever the terminal's width."""
+    return Text.assemble(*parts, no_wrap=True, overflow="ignore")
+
+
+def print_line(*parts: Part, to: Console = console) -> None:
+    """Print a line that users copy: not wrapped, and printed as it is."""
+    to.print(Text.assemble(*parts), soft_wrap=True)
+
+
+def print_block(what: RenderableType, to: Console = console) -> None:
+    """Print a table, a tree or lines of ``whole``; without spaces at the ends of piped lines."""
+    if to.is_terminal:
+        to.print(what, crop=False, highlight=False)
+        return
+    with to.capture() as printed:
+        to.print(what, crop=False)
+    print_line("\n".join(map(str.rstrip, printed.get().splitlines())), to=to)
+
+
+def print_sentences(text: str, style: str = "", to: Console = console) -> None:
+    """Print what users read; several lines, as of a traceback, are not wrapped."""
+    if to.is_terminal and "\n" not in text:
+        text = textwrap.fill(text, to.width, break_long_words=False, break_on_hyphens=False)
+    print_line((text, style), to=to)
 
 
 def print_error(message: str) -> None:
-    stderr.print(Panel(Text(message), title="error", title_align="left", border_style="red"))
+    print_sentences(f"error: {message}", "red", stderr)
 
 
-def print_line(text: str) -> None:
-    """Print a line that users copy: not wrapped, and printed as it is."""
-    console.print(text, soft_wrap=True, markup=False, highlight=False)
+class LogLines(logging.Handler):
+    """Prints what is logged: on a terminal above the live panel, which is on the same one."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            both = console.is_terminal and stderr.is_terminal
+            print_sentences(self.format(record), "yellow", console if both else stderr)
+        except Exception:
+            self.handleError(record)

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
-from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from agentrl.console.output import print_block, print_line, whole
 from agentrl.runs.metric_names import HELD_OUT, REWARD
 from agentrl.runs.recorded import shown
 from agentrl_tracer.schemas import (
@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 
 _BARS = "▁▂▃▄▅▆▇█"
 _MOST_BRANCHED = 20
+_NAME_WIDTH = 17
+_RUNS_CURVE = 24
+_RUNS_COLUMNS = 66
+"""Width of the table of runs without names and curves."""
 Metrics = Mapping[int, Mapping[str, float]]
 """Metrics by name, by step."""
 
@@ -39,7 +43,7 @@ Metrics = Mapping[int, Mapping[str, float]]
 def facts(rows: Iterable[tuple[str, Any]]) -> Table:
     """Lay out named facts in two columns."""
     table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
+    table.add_column(style="dim", no_wrap=True, min_width=_NAME_WIDTH)
     table.add_column(overflow="fold")
     for row in rows:
         table.add_row(*row)
@@ -59,7 +63,7 @@ def sparkline(values: list[float]) -> str:
 # ---- the end of a training run
 
 
-def training_report(summary: Summary) -> Panel:
+def training_report(summary: Summary) -> Group:
     """Show replies before and after, the figures, and where things are."""
     accounting = summary.accounting
     rewards = [reward for reward in summary.rewards if reward is not None]
@@ -69,21 +73,25 @@ def training_report(summary: Summary) -> Panel:
         first, last = summary.held_out[0][1], summary.held_out[-1][1]
         rows.append(("held-out accuracy", f"{first:.0%} → [b]{last:.0%}[/]"))
     split = ", ".join(f"{name} {seconds:.1f}" for name, seconds in summary.seconds.items())
-    rows += [
-        ("time", f"{sum(summary.seconds.values()):.0f} s: {split}"),
-        ("learning curve", shown(summary.folder.picture)),
-        ("adapter", shown(summary.folder.adapter)),
+    rows.append(("time", f"{sum(summary.seconds.values()):.0f} s: {split}"))
+    places = [
+        whole((f"{name:<{_NAME_WIDTH}}  ", "dim"), shown(path))
+        for name, path in (
+            ("learning curve", summary.folder.picture),
+            ("adapter", summary.folder.adapter),
+        )
     ]
     if summary.learned_nothing:
         trainable = accounting.recorded - accounting.skipped.get(SkipReason.EVALUATION, 0)
-        title = f"[b]nothing was learned: 0 of {trainable} calls trained[/]"
-        said = facts([*_why_nothing_trained(accounting), *rows])
-        return Panel(said, title=title, title_align="left", border_style="red")
-    replies = Table("held-out prompt", "before", "after", box=None, padding=(0, 2))
+        title = f"[b red]nothing was learned: 0 of {trainable} calls trained[/]"
+        return Group(title, facts([*_why_nothing_trained(accounting), *rows]), *places)
+    replies = Table(box=None, padding=(0, 2), pad_edge=False)
+    for name in ("held-out prompt", "before", "after"):
+        replies.add_column(name, overflow="fold")
     for prompt, before, after in summary.replies:
         replies.add_row(Text(prompt, "dim"), Text(before), Text(after, "green"))
-    parts = Group(*([replies, Text()] if summary.replies else []), facts(rows))
-    return Panel(parts, title="[b]trained[/]", title_align="left", border_style="green")
+    shown_replies = [replies, Text()] if summary.replies else []
+    return Group("[b green]trained[/]", *shown_replies, facts(rows), *places)
 
 
 _WHAT_HELPS: dict[str, str] = {
@@ -125,10 +133,15 @@ def serve_command(folder: RunFolder, model: ModelSettings) -> str:
 # ---- agentrl runs
 
 
-def runs_table(runs: Iterable[tuple[Json, str, Metrics]]) -> Table:
-    """Show a row for each run, of which a state is given."""
-    table = Table(box=None)
-    for name in ("name", "kind", "state", "started", "steps", "mean reward", "held-out"):
+def runs_table(runs: Sequence[tuple[Json, str, Metrics]], width: int) -> Table:
+    """Show a row for each run, of which a state is given.
+
+    The curve of rewards has what ``width`` leaves beside the names.
+    """
+    room = width - _RUNS_COLUMNS - max(len(run["name"]) for run, _, _ in runs)
+    curve = min(room, _RUNS_CURVE) if room >= _RUNS_CURVE // 3 else 0
+    table = Table(box=None, pad_edge=False)
+    for name in ("name", "kind", "state", "started", "steps", "reward", "held-out"):
         # Only the name is cut to a narrow terminal, onto further lines.
         table.add_column(name, overflow="fold", no_wrap=name != "name")
     for run, state, metrics in runs:
@@ -141,7 +154,9 @@ def runs_table(runs: Iterable[tuple[Json, str, Metrics]]) -> Table:
             state,
             time.strftime("%Y-%m-%d %H:%M", time.localtime(run["created_at"])),
             str(max(metrics, default=0)),
-            f"{rewards[-1]:+.3f} {sparkline(rewards[-24:])}" if rewards else "–",
+            f"{rewards[-1]:+.3f} {sparkline(rewards[-curve:] if curve else [])}".rstrip()
+            if rewards
+            else "–",
             f"{held_out[-1]:.0%}" if held_out else "–",
         )
     return table
@@ -154,9 +169,9 @@ def show_run(console: Console, store: Store, run: Json, state: str, resume: str 
     """
     run_id: str = run["id"]
     accounting, outcomes = store.accounting(run_id), store.outcomes(run_id)
-    console.print(f"[b]{run['name']}[/] ({run['kind']}, {state})", soft_wrap=True)
+    print_line((run["name"], "bold"), f" ({run['kind']}, {state})", to=console)
     if run["kind"] == "train" and state in ("interrupted", "failed"):
-        console.print(f"continue it with:  [cyan]{resume}[/]", soft_wrap=True, highlight=False)
+        print_line("continue it with:  ", (resume, "cyan"), to=console)
     columns = {
         "mean reward": (REWARD, "+.3f"),
         "held-out": (HELD_OUT, ".0%"),
@@ -232,7 +247,9 @@ def _counted(prefix: str, counts: Mapping[str, int]) -> list[tuple[str, int]]:
 def _print_table(
     console: Console, header: Sequence[str], rows: Iterable[Sequence[str | int]]
 ) -> None:
-    table = Table(*header, box=None)
+    table = Table(box=None)
+    for name in header:
+        table.add_column(name, overflow="fold", no_wrap=name != header[-1])
     for row in rows:
         table.add_row(*map(str, row))
-    console.print(table)
+    print_block(table, console)

@@ -1,19 +1,22 @@
-"""A rollout as a tree for the terminal: attempts, their spans, calls, rewards, output and errors.
+"""A rollout for the terminal: a tree of attempts, spans, calls and rewards; errors and outputs.
 
-Everything that was recorded has a place in the tree: a call whose span never arrived hangs under
-its attempt, as does a span whose parent is unknown.
+Everything that was recorded has a place: a call whose span never arrived hangs under its attempt,
+as does a span whose parent is unknown. Errors and outputs are below the tree: their lines, which
+may be a traceback's, are not wrapped.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from pathlib import Path
 
+from rich.console import Group
 from rich.text import Text
 from rich.tree import Tree
 
+from agentrl.console.output import whole
 from agentrl.runs.excerpts import answer_excerpt, excerpt, prompt_excerpt, text_of
 from agentrl_tracer.conventions import NOTE_DATA, NOTE_NAME, NOTE_SPAN, OUTPUT, REWARD_SPAN
 from agentrl_tracer.schemas import Attempt, AttemptState, Call, CallState, Reward, Rollout, Span
@@ -30,8 +33,8 @@ _SHOWN_ATTRIBUTES = (
 )
 
 
-def rollout_tree(store: Store, rollout: Rollout) -> Tree:
-    """Return everything that is recorded of one rollout."""
+def rollout_trace(store: Store, rollout: Rollout) -> Group:
+    """Return everything that is recorded of one rollout, for ``print_block``."""
     attempts, spans = store.attempts([rollout.id]), store.spans(rollout.id)
     calls, rewards = store.calls(rollout_ids=[rollout.id]), store.rewards([rollout.id])
     told = any(attempt.error for attempt in attempts)
@@ -48,8 +51,7 @@ def rollout_tree(store: Store, rollout: Rollout) -> Tree:
         earned = [reward for reward in rewards if reward.attempt_id == attempt.id]
         branch = tree.add(_attempt_line(attempt, mine, earned, won=attempt.id == rollout.winner))
         _add_records(branch, made, mine, earned)
-        _add_output(branch, attempt)
-    return tree
+    return Group(tree, *(line for attempt in attempts for line in _output(attempt)))
 
 
 def _line(*parts: tuple[str, str] | None) -> Text:
@@ -169,18 +171,18 @@ def _reward_line(reward: Reward) -> Text:
     )
 
 
-def _add_output(branch: Tree, attempt: Attempt) -> None:
-    """Add the error, unless the output ends with it, and the end of the output."""
-    output, log = "", attempt.log
+def _output(attempt: Attempt) -> Iterator[Text]:
+    """Return the error, unless the output ends with it, and the end of the output."""
+    output, log, of = "", attempt.log, f"of attempt {attempt.number}"
     if log is not None:
         try:
             output = Path(log).read_text(errors="replace")
         except OSError as error:  # of another machine's runner, or deleted
             output = f"not here: {error.strerror}"
     if attempt.error and attempt.error not in output:
-        branch.add(Text("error", "bold red")).add(Text(attempt.error, "red"))
+        yield whole((f"error {of}\n", "bold red"), (attempt.error, "red"))
     if log is not None:
         lines = output.splitlines()
-        cut = f"  the last {_LOG_LINES} of {len(lines)} lines" if len(lines) > _LOG_LINES else ""
-        head = _line(("output", "bold"), (f"  {log}{cut}", "dim"))
-        branch.add(head).add(Text("\n".join(lines[-_LOG_LINES:])))
+        cut = f", the last {_LOG_LINES} of {len(lines)} lines" if len(lines) > _LOG_LINES else ""
+        ends = [f"\n{line}" for line in lines[-_LOG_LINES:]]
+        yield whole((f"output {of}{cut}", "bold"), (f"  {log}", "dim"), *ends)

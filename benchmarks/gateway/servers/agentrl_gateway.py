@@ -1,9 +1,11 @@
 """agentrl's gateway as ``agentrl.gateway.process`` wires it, over the instant mock sampler.
 
     BENCHMARK_ANSWER=answer.json python agentrl_gateway.py <port> <store> <run id> [--forget]
+        [provider's URL]
 
 Everything else is real: the tiny model's renderer, the SQLite store, the writer, credentials of
 attempts. ``--forget`` puts a sink that keeps nothing in the writer's place: the price of recording.
+With a provider's URL the gateway has a model ``judge`` of that provider.
 """
 
 from __future__ import annotations
@@ -71,7 +73,11 @@ def main(port: int, store_url: str, run_id: str, *options: str) -> None:
         from transformers import AutoTokenizer
 
         from agentrl_proxy.app import create_app
-        from agentrl_proxy.dependencies import ConnectionLimits, GatewayDependencies
+        from agentrl_proxy.dependencies import (
+            ConnectionLimits,
+            GatewayDependencies,
+            ProviderModel,
+        )
         from agentrl_proxy.rendering.renderer import Renderer
         from agentrl_proxy.server.uvicorn import bind, serve_on
         from agentrl_tracer.store.writer import TraceWriter
@@ -82,6 +88,9 @@ def main(port: int, store_url: str, run_id: str, *options: str) -> None:
     store.register_gateway(boot_id, run_id, os.getpid())
     writer = TraceWriter(store, boot_id)
     operator_key = secrets.token_hex(16)
+    judges: dict[str, ProviderModel] = {}
+    if (url := options[-1:]) and url != ("--forget",):
+        judges["judge"] = ProviderModel("openai/x", *url, api_key="none")
     deps = GatewayDependencies(
         sampler=InstantSampler(),
         renderer=Renderer(AutoTokenizer.from_pretrained(WEIGHTS)),
@@ -90,6 +99,7 @@ def main(port: int, store_url: str, run_id: str, *options: str) -> None:
         boot_id=boot_id,
         models={answer.MODEL: answer.MODEL},
         default_adapter=answer.MODEL,
+        provider_models=judges,
         operator_key=operator_key,
         run_id=run_id,
         context_length=2048,

@@ -139,7 +139,8 @@ def responses_as_chat(
     if provider_model is None:
         chat = conversion.chat_of_response(known)
         chat |= {name: raw.get(name) for name in TEMPLATE}
-        chat["reasoning_effort"] = (raw.get("reasoning") or {}).get("effort")
+        if effort := (raw.get("reasoning") or {}).get("effort"):
+            chat["reasoning_effort"] = effort
     else:
         chat = translation.chat_of_response(known, provider_model)
     if allowed:

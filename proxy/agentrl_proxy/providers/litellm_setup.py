@@ -6,7 +6,6 @@ where the configuration has a ``models`` table. Timeouts, retries and fallbacks 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import os
@@ -19,8 +18,9 @@ from agentrl_proxy.dependencies import ProviderModel
 from agentrl_proxy.protocols.translation import IMPORTING, translators
 
 
-def make_router(models: Mapping[str, ProviderModel]) -> Any:
-    """Return the Router for these models. Takes seconds: call it in a thread."""
+async def make_router(models: Mapping[str, ProviderModel]) -> Any:
+    """Return the Router for these models. Holds its event loop for seconds, see
+    background_loop.py."""
     translators()
     with IMPORTING:
         os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else the import fetches a file
@@ -34,7 +34,7 @@ def make_router(models: Mapping[str, ProviderModel]) -> Any:
             logging.getLogger(name).setLevel(logging.CRITICAL)
         # Its DEBUG level quotes requests with most of their headers.
         logging.getLogger("openai").setLevel(logging.INFO)
-        asyncio.run(_warm_up(litellm))
+        await _warm_up(litellm)
         own = ("model", "api_base", "api_key", "timeout", "num_retries")
         return Router(
             model_list=[
@@ -55,6 +55,8 @@ def make_router(models: Mapping[str, ProviderModel]) -> Any:
 
 async def close_connections() -> None:
     """Close LiteLLM's connections: uvloop waits for them as it closes."""
+    if "litellm" not in sys.modules:  # it could not be imported
+        return
     from litellm.llms.custom_httpx.async_client_cleanup import close_litellm_async_clients
 
     litellm: Any = sys.modules["litellm"]
@@ -66,8 +68,7 @@ async def close_connections() -> None:
 
 
 async def _warm_up(litellm: Any) -> None:
-    """Let LiteLLM import what it imports at its first calls. On the gateway's event loop that
-    would stall all streams for half a second or more."""
+    """Let LiteLLM import what it imports at its first calls, which would stall the gateway."""
     hello = [{"role": "user", "content": "hello"}]
     with socket.socket() as unused:  # bound, not listening: connections to it are refused
         unused.bind(("127.0.0.1", 0))
@@ -75,4 +76,3 @@ async def _warm_up(litellm: Any) -> None:
         for more in ({"mock_response": "hello"}, {"api_base": base, "api_key": "none"}):
             with contextlib.suppress(Exception):
                 await litellm.acompletion("openai/none", hello, max_retries=0, **more)
-    await close_connections()  # they belong to this event loop

@@ -13,15 +13,16 @@ never train. Does not know which protocol the client speaks (requests.py).
   provider reports none; that is not recorded, and ``params["usage_unknown"]`` says why.
 - A provider's key goes to that provider only. Of a request's fields only OpenAI's own are passed on
   (LiteLLM would take an ``api_base`` from it), and error texts are cleaned of secrets.
+- LiteLLM's coroutines run on a loop of their own (background_loop.py), all others on the gateway's.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,6 +31,7 @@ from agentrl_proxy.errors import ApiError, invalid, unavailable
 from agentrl_proxy.protocols import chat_objects
 from agentrl_proxy.protocols.chat import PROVIDER_CHAT
 from agentrl_proxy.providers import litellm_setup
+from agentrl_proxy.providers.background_loop import BackgroundLoop
 from agentrl_proxy.providers.failures import api_error
 from agentrl_proxy.providers.redaction import Redaction
 from agentrl_proxy.providers.streaming import StreamedAnswer, normalized
@@ -75,6 +77,8 @@ class ProviderCall(OpenCall):
     )
     streamed: StreamedAnswer | None = None  # if the provider is asked for a stream
     sent: bool = False  # whether LiteLLM has sent it to the provider
+    usage_told: bool = True  # by the provider; else LiteLLM made it up
+    notes: dict[str, Any] = field(default_factory=dict[str, Any])  # LiteLLM's about the answer
 
     def log_event(self, details: dict[str, Any]) -> None:
         """Take an event of LiteLLM's log."""
@@ -91,18 +95,20 @@ class ProviderService:
     def __post_init__(self) -> None:
         self._models = self.deps.provider_models
         self._redaction = Redaction(self._models.values())
+        self._litellm: BackgroundLoop | None = None
         self._router: asyncio.Task[Any] | None = None
         self._refused: dict[str, set[str]] = {}  # forced settings that a model refuses
 
     async def start(self) -> None:
         """Import LiteLLM if there are models for it. Its import would stall running requests."""
         if self._models:
-            with contextlib.suppress(ApiError):  # logged; the next request tries again
-                await self._ready_router()
+            self._litellm = BackgroundLoop(litellm_setup.close_connections)
+            with suppress(ApiError):  # logged; the next request tries again
+                await self._ready()
 
     async def close(self) -> None:
-        if self._router is not None and self._router.done() and not self._router.exception():
-            await litellm_setup.close_connections()
+        if self._litellm is not None:
+            await self._litellm.close()
 
     def model_of(self, raw: Mapping[str, Any]) -> ProviderModel | None:
         """Return the provider's model that a request names, if it does."""
@@ -134,17 +140,18 @@ class ProviderService:
             # Usage is recorded whether or not the client wants it.
             call.fields |= {"stream": True, "stream_options": {"include_usage": True}}
         try:
-            answer = await self._send(call)
+            litellm, router = await self._ready()
             if write is None or call.streamed is None:
-                said: dict[str, Any] = answer.model_dump(exclude_none=True)
+                said = await litellm.run(self._whole(router, call))
                 first, choices = request.first_choice, said["choices"]
                 choices = [normalized(one, one.get("index", 0) + first) for one in choices]
                 for one in choices:
                     one["message"] = {"content": None, **one["message"]}
             else:
-                await _relay(answer, call, call.streamed, write)
+                async with aclosing(litellm.iterate(self._chunks(router, call))) as chunks:
+                    await _relay(chunks, call, call.streamed, write)
                 said, choices = call.streamed.said, call.streamed.choices
-            response = _chat_completion(answer, call, said, choices)
+            response = _chat_completion(call, said, choices)
         except Exception as error:
             raise self._failed(call, error) from None  # the cause would quote the provider
         memory = call.client.memory
@@ -201,15 +208,19 @@ class ProviderService:
         Raises:
             ApiError: the provider refused or failed; ``call.error`` says how.
         """
-        router = await self._ready_router()
-        try:
+        litellm, router = await self._ready()
+
+        async def vectors() -> dict[str, Any]:
             answer = await router.aembedding(
                 model=call.request.name, logger_fn=call.log_event, **call.fields
             )
+            call.notes = _hidden(answer)
+            return answer.model_dump(exclude_none=True)
+
+        try:
+            return await litellm.run(vectors()), call.notes.get("response_cost")
         except Exception as error:
             raise self._failed(call, error) from None  # the cause would quote the provider
-        hidden: dict[str, Any] = getattr(answer, "_hidden_params", None) or {}
-        return answer.model_dump(exclude_none=True), hidden.get("response_cost")
 
     async def count(self, request: ProviderRequest) -> int:
         """Estimate the tokens of a prompt with LiteLLM's counter. The provider is not asked.
@@ -217,7 +228,7 @@ class ProviderService:
         Raises:
             ApiError: LiteLLM cannot read the prompt (400) or does not start (503).
         """
-        await self._ready_router()
+        await self._ready()
         import litellm
 
         model, chat = self._models[request.name].model, request.chat
@@ -230,9 +241,26 @@ class ProviderService:
             message = f"the tokens of a prompt to {request.name!r} were not counted: {said}"
             raise invalid(None, message) from None
 
-    async def _send(self, call: ProviderCall) -> Any:
+    # --- on LiteLLM's loop
+
+    async def _whole(self, router: Any, call: ProviderCall) -> dict[str, Any]:
+        answer = await self._send(router, call)
+        call.notes = _hidden(answer)
+        return answer.model_dump(exclude_none=True)
+
+    async def _chunks(self, router: Any, call: ProviderCall) -> AsyncGenerator[dict[str, Any]]:
+        chunks = await self._send(router, call)
+        async with aclosing(chunks):  # the provider's connection, not at garbage collection
+            async for chunk in chunks:
+                yield chunk.model_dump(exclude_none=True)
+        call.notes = _hidden(chunks)
+        # LiteLLM's last chunk always has a usage; the provider's own chunks have only its.
+        own = getattr(chunks, "chunks", ())
+        call.usage_told = any(getattr(chunk, "usage", None) for chunk in own)
+
+    async def _send(self, router: Any, call: ProviderCall) -> Any:
         """Send a call to its provider, without the forced settings that its model refuses."""
-        router, name = await self._ready_router(), call.request.name
+        name = call.request.name
         refused = self._refused.setdefault(name, set())
         while True:
             left_out = call.forced & refused
@@ -253,14 +281,21 @@ class ProviderService:
                 )
                 refused |= found
 
-    async def _ready_router(self) -> Any:
-        """Raise an ApiError (503) if LiteLLM is not importable or rejects the configuration."""
+    # --- on the gateway's loop
+
+    async def _ready(self) -> tuple[BackgroundLoop, Any]:
+        """Return LiteLLM's loop and Router.
+
+        Raises:
+            ApiError: LiteLLM is not importable or rejects the configuration (503).
+        """
+        assert self._litellm is not None
         router = self._router
         if router is None or (router.done() and router.exception() is not None):
-            making = asyncio.to_thread(litellm_setup.make_router, self._models)
+            making = self._litellm.run(litellm_setup.make_router(self._models))
             router = self._router = asyncio.create_task(making)  # again: a failure may pass
         try:
-            return await asyncio.shield(router)
+            return self._litellm, await asyncio.shield(router)
         except Exception as error:
             said = self._redaction.clean(f"{type(error).__name__}: {error}")
             message = f"LiteLLM, which calls providers' models, does not start: {said}"
@@ -268,45 +303,49 @@ class ProviderService:
             raise unavailable(message, "other_models_unavailable") from None
 
 
-async def _relay(chunks: Any, call: ProviderCall, streamed: StreamedAnswer, write: Write) -> None:
+async def _relay(
+    chunks: AsyncIterator[dict[str, Any]],
+    call: ProviderCall,
+    streamed: StreamedAnswer,
+    write: Write,
+) -> None:
     """Send chunks to the client as they come. Those from the finish reason on are held."""
-    try:
-        async for chunk in chunks:
-            choice = streamed.add(chunk.model_dump(exclude_none=True))
-            if choice is None or not (choice["delta"] or choice["finish_reason"]):
-                continue
-            call.client.heading.fingerprint = streamed.said.get("system_fingerprint")
-            data = call.request.dialect.chunk(call.client.heading, choice)
-            if streamed.held or choice["finish_reason"]:
-                streamed.held.append(data)
-            elif data:
-                await write(data)
-        # LiteLLM's last chunk always has a usage; the provider's own chunks have only its.
-        if not any(getattr(chunk, "usage", None) for chunk in getattr(chunks, "chunks", ())):
-            streamed.said.pop("usage", None)
-    finally:  # close the provider's connection now, not at garbage collection
-        await chunks.aclose()
+    async for chunk in chunks:
+        choice = streamed.add(chunk)
+        if choice is None or not (choice["delta"] or choice["finish_reason"]):
+            continue
+        call.client.heading.fingerprint = streamed.said.get("system_fingerprint")
+        data = call.request.dialect.chunk(call.client.heading, choice)
+        if streamed.held or choice["finish_reason"]:
+            streamed.held.append(data)
+        elif data:
+            await write(data)
+    if not call.usage_told:
+        streamed.said.pop("usage", None)
+
+
+def _hidden(answer: Any) -> dict[str, Any]:
+    """Return what LiteLLM notes beside an answer or stream: its cost, retries and fallbacks."""
+    return getattr(answer, "_hidden_params", None) or {}
 
 
 def _chat_completion(
-    answer: Any, call: ProviderCall, said: dict[str, Any], choices: list[dict[str, Any]]
+    call: ProviderCall, said: dict[str, Any], choices: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """Return the gateway's chat completion, and note what LiteLLM and the provider say of it.
 
     Args:
-        answer: LiteLLM's response or stream.
-        said: its fields.
+        said: the fields of the answer or stream.
     """
     call.client.heading.fingerprint = said.get("system_fingerprint")
     usage = said.get("usage") or {}
     if not usage.get("total_tokens"):  # LiteLLM's zeros for a usage that was not reported
         usage = {}
-    hidden: dict[str, Any] = getattr(answer, "_hidden_params", None) or {}
-    extra = hidden.get("additional_headers") or {}
+    extra = call.notes.get("additional_headers") or {}
     notes = {
         "usage": usage or None,
         "usage_unknown": None if usage else "the provider did not tell it",
-        "cost": hidden.get("response_cost"),
+        "cost": call.notes.get("response_cost"),
         "provider_model": said.get("model"),
         "provider_id": said.get("id"),
         "retries": extra.get("x-litellm-attempted-retries"),

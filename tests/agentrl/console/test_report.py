@@ -13,7 +13,8 @@ import pytest
 from rich.console import Console
 
 from agentrl.console.live import TrainDisplay
-from agentrl.console.report import show_run, training_report
+from agentrl.console.output import print_block
+from agentrl.console.report import runs_table, show_run, training_report
 from agentrl.runs.folder import RunFolder
 from agentrl.runs.summary import Reply, Summary
 from agentrl_tracer.schemas import Accounting, Policies, PromptKinds
@@ -50,12 +51,33 @@ def test_an_agent_that_asked_nothing_is_told_where_to_ask() -> None:
 
 def test_the_report_of_a_run_that_trained() -> None:
     said = reported(Accounting(4, 4, 3, {"no_reward": 1}, 0), [None, 0.5, 1.0])
-    assert said.splitlines()[0].startswith("╭─ trained ─")
+    assert said.splitlines()[0].strip() == "trained"
     assert "+0.50 → +1.00 in 3 steps" in said
     assert "50% → 50%" in said
     assert "[yes]" in said
     # Its goal was reached before the first step.
     assert "nothing" not in reported(Accounting(4, 4, 0, {"evaluation": 4}, 0), [], steps=0)
+
+
+def test_a_narrow_terminal_cuts_neither_paths_nor_names() -> None:
+    console = Console(width=80)
+    folder = RunFolder(Path(f"/{'a-long-name/' * 10}run"))
+    summary = Summary(folder, 1, [1.0], Accounting(1, 1, 1, {}, 0), [], [], {})
+    with console.capture() as capture:
+        print_block(training_report(summary), console)
+    assert f"{folder.adapter}" in capture.get()
+    assert f"{folder.picture}" in capture.get()
+
+    metrics = {step: {"reward/mean": step / 100} for step in range(30)}
+    names = ["hello", "gsm8k-lr2e5-seed-1"]
+    runs = [({"name": n, "kind": "train", "created_at": 0}, "finished", metrics) for n in names]
+    for width, curve in ((80, 0), (110, 24)):
+        console = Console(width=width)
+        with console.capture() as capture:
+            print_block(runs_table(runs, width), console)
+        lines = capture.get().splitlines()
+        assert [line.split()[0] for line in lines] == ["name", *names]
+        assert all(sum(one in "▁▂▃▄▅▆▇█" for one in line) == curve for line in lines[1:])
 
 
 def test_the_panel_counts_from_when_the_run_began_and_shows_the_last_step() -> None:

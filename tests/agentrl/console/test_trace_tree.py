@@ -8,7 +8,8 @@ from typing import Any
 from rich.console import Console
 from store_records import record_spans
 
-from agentrl.console.trace_tree import rollout_tree
+from agentrl.console.output import print_block
+from agentrl.console.trace_tree import rollout_trace
 from agentrl_tracer.conventions import NOTE_DATA, NOTE_NAME, NOTE_SPAN
 from agentrl_tracer.schemas import (
     AttemptState,
@@ -23,6 +24,13 @@ from agentrl_tracer.schemas import (
 from agentrl_tracer.store import Store
 
 
+def printed(what: Any, width: int) -> str:
+    console = Console(width=width)
+    with console.capture() as capture:
+        print_block(what, console)
+    return capture.get()
+
+
 def test_everything_recorded_has_a_place(tmp_path: Path) -> None:
     """Spans with unknown parents, calls without spans, retries: all are in the tree, once."""
     store = Store(str(tmp_path / "store.db"))
@@ -31,8 +39,11 @@ def test_everything_recorded_has_a_place(tmp_path: Path) -> None:
     [rollout_id] = store.enqueue(run_id, [NewRollout(task, "g", Purpose.TRAIN, 0, 0, 0)])
     first = store.claim("runner", 60, run_id)
     assert first is not None
-    (tmp_path / "log").write_text("\n".join(f"line {i}" for i in range(50)))
-    store.end_attempt(first.attempt_id, AttemptState.ERROR, error="boom", log=str(tmp_path / "log"))
+    frame = f'  File "{"/a-long-folder" * 8}/agent.py", line 3, in agent'
+    (tmp_path / "log").write_text("\n".join([*(f"line {i}" for i in range(49)), frame, "line 49"]))
+    store.end_attempt(
+        first.attempt_id, AttemptState.ERROR, error=f"boom\n{frame}!", log=str(tmp_path / "log")
+    )
     second = store.claim("runner", 60, run_id)
     assert second is not None
 
@@ -64,10 +75,8 @@ def test_everything_recorded_has_a_place(tmp_path: Path) -> None:
     store.write_calls("boot", [], calls, 3)
     store.end_attempt(second.attempt_id, AttemptState.SUCCEEDED)
     [rollout] = store.rollouts(run_id)
-    console = Console(record=True, width=200)
-    console.print(rollout_tree(store, rollout))
+    shown, narrow = (printed(rollout_trace(store, rollout), width) for width in (200, 80))
     store.close()
-    shown = console.export_text()
     lines = {line.strip("│ ├└─"): len(line) - len(line.lstrip("│ ├└─")) for line in
              shown.splitlines()}  # fmt: skip
 
@@ -83,6 +92,8 @@ def test_everything_recorded_has_a_place(tmp_path: Path) -> None:
     assert "cancelled" in shown
     assert "attempt 1  error" in shown
     assert "boom" in shown
+    assert {frame, f"{frame}!"} < {*narrow.splitlines()}  # tracebacks are not wrapped
+    assert f"output of attempt 1, the last 20 of 51 lines  {tmp_path / 'log'}" in narrow
     assert "line 49" in shown
     assert "line 29" not in shown
     assert shown.count("by player") == 3

@@ -37,6 +37,7 @@ def killed_and_whole(
         assert saved == (moment in ("publishing", "evaluating"))
     run.finish()
 
+    assert "has lost its last writes" not in run.output  # it knew every checkpoint
     assert run.curve() == whole.curve()
     assert [row["step"] for row in run.steps()] == [1, 2]
     assert run.weights() == whole.weights()

@@ -68,6 +68,20 @@ def test_new_settings_are_kept_before_anything_runs(tmp_path: Path) -> None:
     assert row["config"] == kept
 
 
+def test_no_record_of_a_run_has_its_stores_password(tmp_path: Path, postgres: str) -> None:
+    folder = RunFolder.create(tmp_path, "secret", "train")
+    shared = postgres.replace("postgres:@", "postgres:hunter2@")
+    given = nested(agent="json:loads", tasks="tasks.jsonl", store=shared)
+    session = Session(folder, TrainConfig(**given), "train")
+    [row] = [run for run in session.store.runs() if run["id"] == session.run_id]
+    session.store.close()
+    assert row["config"] == folder.read_config()
+    kept = row["config"]["run"]["store"]
+    assert kept == shared.replace("hunter2", "os.environ/AGENTRL_STORE_PASSWORD")
+    files = [path for path in folder.root.rglob("*") if path.is_file()]
+    assert not [path for path in files if b"hunter2" in path.read_bytes()]
+
+
 def test_what_may_change_is_told(tmp_path: Path) -> None:
     folder = started(tmp_path, learning_rate=1e-3)
     assert resumed_with(folder) == {}

@@ -8,6 +8,8 @@ import pytest
 from official_clients import CALL, TOOLS, USER, client, streamed
 from scripted_sampler import Running
 
+from agentrl_proxy.protocols.chat import chat_request
+
 
 @pytest.mark.parametrize(
     "text",
@@ -56,3 +58,10 @@ def test_streamed_calls_have_indices_and_ids(gateway: Running) -> None:
     assert [call.index for call in calls] == [0, 1]
     assert len({call.id for call in calls}) == 2
     assert finish == "tool_calls"
+
+
+def test_a_tiny_temperature_is_greedy() -> None:
+    """Logits that are divided by it may overflow."""
+    said = {"model": "policy", "messages": [{"role": "user", "content": "Hi"}]}
+    for given, sampled in ((1e-40, 0.0), (0.0099, 0.0), (0.01, 0.01), (1, 1.0)):
+        assert chat_request(said | {"temperature": given}).sampling["temperature"] == sampled

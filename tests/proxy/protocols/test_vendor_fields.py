@@ -26,6 +26,7 @@ OFF: list[tuple[str, dict[str, Any]]] = [
     ("chat/completions", {"reasoning_effort": "none"}),
     ("chat/completions", {"reasoning": {"enabled": False}}),  # OpenRouter
     ("responses", {"reasoning": {"effort": "none"}}),
+    ("responses", {"reasoning_effort": "none"}),
     ("responses", {"chat_template_kwargs": {"enable_thinking": False}}),
     ("messages", {"thinking": {"type": "disabled"}}),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from agentrl_proxy.rendering.renderer import Renderer
 @pytest.fixture(scope="module", autouse=True)
 def litellm() -> None:
     """LiteLLM, imported before a test measures time."""
-    make_router({})
+    asyncio.run(make_router({}))
 
 
 @pytest.fixture

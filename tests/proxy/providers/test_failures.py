@@ -144,7 +144,7 @@ def test_litellm_that_does_not_start_is_503(
     provider = faulty((200, said("x")))
     if broken == "import":
 
-        def failing(_: Any) -> None:
+        async def failing(_: Any) -> None:
             raise ImportError(f"no module named x, says {SECRET}")
 
         monkeypatch.setattr("agentrl_proxy.providers.litellm_setup.make_router", failing)

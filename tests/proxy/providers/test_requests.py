@@ -229,6 +229,22 @@ def test_pictures_reach_a_model_that_may_see(start: Any, faulty: Any) -> None:
     assert len(upstream.seen) == 2
 
 
+def test_large_pictures_pass_whole(start: Any, faulty: Any) -> None:
+    """They count against the body's limit, not against what our own model would read."""
+    upstream = faulty((200, said("a cat")))
+    gateway = asking(start, upstream)
+    picture = f"data:image/png;base64,{'iVBORw0KGgo' * 2**20}="
+    shown = [{"type": "image_url", "image_url": {"url": picture}}] * 2
+    assert post_to(gateway, messages=[{"role": "user", "content": shown}]).status_code == 200
+    [seen] = upstream.seen
+    assert seen["body"]["messages"] == [{"role": "user", "content": shown}]
+    [call] = recorded(gateway, 1)
+    assert call.request is not None
+    assert call.request["messages"][0]["content"] == shown
+    assert post_to(gateway, messages=[{"role": "user", "content": shown * 2}]).status_code == 413
+    assert len(upstream.seen) == 1
+
+
 @pytest.mark.parametrize(("protocol", "stream"), [("chat/completions", True), ("messages", False)])
 def test_retries_and_fallbacks_are_the_routers(
     start: Any, faulty: Any, provider: Running, protocol: str, stream: bool

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -323,6 +325,32 @@ def test_unknown_models_keep_their_rule(start: Any, provider: Running) -> None:
     strict: Running = start(provider_models=models, accept_any_model=False)
     assert post_to(strict, model="judge").status_code == 404
     assert post_to(strict).is_success
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "embeddings"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_others_are_answered_while_litellm_computes(
+    gateway: Running, monkeypatch: pytest.MonkeyPatch, path: str, stream: bool
+) -> None:
+    computing, release = threading.Event(), threading.Event()
+
+    async def compute(*_: Any, **__: Any) -> None:
+        computing.set()
+        release.wait(10)
+        raise ValueError("done")
+
+    for name in ("acompletion", "aembedding"):
+        monkeypatch.setattr(f"litellm.router.Router.{name}", compute)
+    more: Any = {"input": "x"} if path == "embeddings" else {"stream": stream}
+    with ThreadPoolExecutor(1) as client:
+        held = client.submit(post_to, gateway, path, **more)
+        try:
+            assert computing.wait(10)
+            assert post_to(gateway, model="policy").is_success
+            assert not held.done()
+        finally:
+            release.set()
+        assert "done" in held.result().text
 
 
 @pytest.mark.parametrize("upstream", ["openai", "anthropic"])

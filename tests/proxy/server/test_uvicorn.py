@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from gateway_client import connected, head, wait_until
 from running_gateway import LIMITS
 from scripted_sampler import OPERATOR_KEY, Running
 
+from agentrl_proxy.protocols.chat_objects import ChatDialect
 from agentrl_proxy.sampler import DecodingParams, FinishEvent, TokenEvent
 from agentrl_proxy.server.sse import WorkResponse
 from agentrl_tracer.schemas import CallState, SkipReason
@@ -151,6 +153,28 @@ def test_an_answer_is_delivered_to_a_client_that_has_not_closed_before(
     states = [call.state for call in gateway.calls(claim)]
     assert set(states) == {CallState.COMPLETED if reads else CallState.CANCELLED}
     assert len(states) == count or not reads  # some were not even accepted
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="others hear of it a turn later")
+def test_an_answer_whose_client_leaves_just_before_it_is_sent_does_not_train(
+    gateway: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the last look for a disconnect: only the connection itself can tell."""
+    claim, made, left = gateway.claims[0], threading.Event(), threading.Event()
+    whole = ChatDialect.whole
+
+    def wait(dialect: ChatDialect, response: Any) -> Any:
+        made.set()
+        assert left.wait(20)
+        return whole(dialect, response)
+
+    monkeypatch.setattr(ChatDialect, "whole", wait)
+    with connected(gateway) as sock:
+        sock.sendall(request_bytes(BODY, f"/rollouts/{claim.rollout_id}{CHAT}", claim.key))
+        assert made.wait(20)
+    left.set()
+    wait_until(lambda: gateway.stats["undelivered"] == 1)
+    wait_until(lambda: gateway.calls(claim)[0].state is CallState.CANCELLED)
 
 
 SERVER = """

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 from runner_harness import RunnerHarness
 
-from agentrl.runner.agent_process.confinement import check_confinement
+from agentrl.runner.agent_process.confinement import check_confinement, sandbox_command
 from agentrl.runner.pool_client import start_pool
 
 _STANDARD = {sysconfig.get_path("stdlib"), f"{sysconfig.get_path('stdlib')}/lib-dynload"}
@@ -106,6 +106,14 @@ def test_agents_in_a_sandbox_see_neither_processes_nor_the_run(nobodys: Path) ->
         # The first process of the sandbox is its own.
         assert not [one for one in found["read"] if not one.startswith("/proc/1/")]
     assert not Path("/tmp/written-by-an-agent").exists()
+
+
+@needs_bwrap
+def test_a_sandbox_hides_a_folder_wherever_it_is(harness: RunnerHarness) -> None:
+    hidden = str(Path(__file__).parent)  # else it would be among the temporary ones
+    command = sandbox_command(harness.config("good", hidden=[hidden]))
+    listed = subprocess.run([*command, "ls", "-A", hidden], capture_output=True, check=True)
+    assert listed.stdout == b""
 
 
 def test_an_agent_inherits_neither_password_nor_connection_of_the_store(
