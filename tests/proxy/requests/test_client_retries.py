@@ -230,6 +230,9 @@ def test_a_request_and_its_retry_train_once(gateway: Running, when: str) -> None
         with locked(gateway), pytest.raises(httpx.TimeoutException):
             post(gateway, CHAT, BODY, timeout=0.5)
         said(gateway, **RETRY)
+        # Delivery is noted after the last byte.
+        claim = gateway.claims[0]
+        wait_until(lambda: gateway.calls(claim)[0].state is CallState.COMPLETED)
     elif when == "in flight":
         gateway.sampler.delay = 0.05
         with ThreadPoolExecutor() as pool:
