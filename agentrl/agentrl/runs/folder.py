@@ -155,11 +155,12 @@ class RunFolder:
 
         What was evaluated, what a checkpoint goes on from, and what holds a file ``keep`` stays.
         """
-        steps = {int(path.name.rpartition("-")[2]) for path in self.checkpoints.glob("step-*")}
+        names = (path.name.removeprefix("step-") for path in self.checkpoints.glob("step-*"))
+        needed = {int(name) for name in names if name.isdigit()}.union(evaluated)
         for adapter in self.adapters.glob("*"):
-            for path in sorted(adapter.glob("v*"))[:-keep]:
-                needed = int(path.name[1:]) in steps.union(evaluated)
-                if not needed and not (path / "keep").exists():
+            versions = [path for path in adapter.glob("v*") if path.name[1:].isdigit()]
+            for path in sorted(versions)[:-keep]:
+                if int(path.name[1:]) not in needed and not (path / "keep").exists():
                     shutil.rmtree(path, ignore_errors=True)
 
     def prune_logs(self, keep: int) -> None:

@@ -25,7 +25,8 @@ class HostCheck:
 
     Loopback's names and addresses, the address that was bound, and ``allowed`` are not foreign. A
     server that listens on all addresses has its machine's name, and takes any address as Host: what
-    a page can rebind is a name. A request without Host (HTTP/1.0) comes from no browser.
+    a page can rebind is a name. (Starlette's TrustedHostMiddleware knows neither Origin nor
+    addresses.) A request without Host (HTTP/1.0) comes from no browser.
 
     Args:
         bound: the address that the server listens on.

@@ -100,7 +100,10 @@ def test_pruning_leaves_what_is_new_evaluated_checkpointed_or_marked(tmp_path: P
         folder.adapter_version("policy", step).mkdir(parents=True)
     (folder.checkpoints / "step-00000012").mkdir(parents=True)
     (folder.adapter_version("policy", 3) / "keep").touch()
+    for foreign in (folder.adapters / "policy" / "v_mine", folder.checkpoints / "step-mine"):
+        foreign.mkdir()
     folder.prune_adapters(4, {0, 5})
+    (folder.adapters / "policy" / "v_mine").rmdir()  # it is still there
     kept = [int(path.name[1:]) for path in sorted((folder.adapters / "policy").iterdir())]
     assert kept == [0, 3, 5, 12, 16, 17, 18, 19]
     folder.logs.mkdir()

@@ -1,6 +1,6 @@
 """Agents that look for keys, for the store and for each other: what they find in each confinement.
 
-Root may read everything, so trainer and agents are processes of nobody here, or of two users.
+Root may read everything, so trainer and agents run as an unprivileged user here, or as two users.
 """
 
 from __future__ import annotations
@@ -28,28 +28,29 @@ from agentrl.runner.pool_client import start_pool
 _STANDARD = {sysconfig.get_path("stdlib"), f"{sysconfig.get_path('stdlib')}/lib-dynload"}
 SPY = Path(__file__).parents[3] / "support/spying_agent.py"
 WRITTEN = Path("/tmp/written-by-an-agent")
+UNPRIVILEGED = "nobody"  # the name of a user that every system has
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="no bubblewrap here")
 
 
 @pytest.fixture
-def nobodys() -> Iterator[Path]:
-    """A folder of the user nobody; pytest's own are root's."""
-    folder = Path(tempfile.mkdtemp(prefix="agentrl-spied-"))
+def folder() -> Iterator[Path]:
+    """A folder that belongs to the unprivileged user; pytest's own belong to root."""
+    made = Path(tempfile.mkdtemp(prefix="agentrl-spied-"))
     if os.geteuid() == 0:
-        os.chown(folder, pwd.getpwnam("nobody").pw_uid, -1)
-    folder.chmod(0o711)
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
+        os.chown(made, pwd.getpwnam(UNPRIVILEGED).pw_uid, -1)
+    made.chmod(0o711)
+    yield made
+    shutil.rmtree(made, ignore_errors=True)
 
 
 def _interpreter() -> str:
-    """Return an interpreter of this version that the user nobody may run."""
+    """Return an interpreter of this version that the unprivileged user may run."""
     usual = f"python{sys.version_info[0]}.{sys.version_info[1]}"
     for python in (sys.executable, shutil.which(usual, path="/usr/local/bin:/usr/bin")):
         if python and all(part.stat().st_mode & 0o001 for part in Path(python).resolve().parents):
             return python
-    pytest.skip("the user nobody may run no interpreter of this version")
+    pytest.skip("the unprivileged user may run no interpreter of this version")
 
 
 def spied(folder: Path, *, trainer: str | None, **settings: Any) -> list[dict[str, Any]]:
@@ -79,9 +80,9 @@ def spied(folder: Path, *, trainer: str | None, **settings: Any) -> list[dict[st
     return said["found"]
 
 
-def test_agents_of_the_same_user_read_no_process(nobodys: Path) -> None:
+def test_agents_of_the_same_user_read_no_process(folder: Path) -> None:
     """Neither trainer, store's process, pool, worker nor sibling; their files they can."""
-    for found in spied(nobodys, trainer="nobody"):
+    for found in spied(folder, trainer=UNPRIVILEGED):
         assert found["uid"] != 0
         assert len(found["seen"]) == 2  # the sibling was there
         assert found["read"] and not [one for one in found["read"] if one.startswith("/proc")]  # noqa: PT018
@@ -89,23 +90,23 @@ def test_agents_of_the_same_user_read_no_process(nobodys: Path) -> None:
 
 
 @needs_root
-def test_agents_of_another_user_reach_no_file_either(nobodys: Path) -> None:
-    nobodys.chmod(0o755)
-    for found in spied(nobodys, trainer=None, user="nobody"):
-        assert found["uid"] == pwd.getpwnam("nobody").pw_uid
+def test_agents_of_another_user_reach_no_file_either(folder: Path) -> None:
+    folder.chmod(0o755)
+    for found in spied(folder, trainer=None, user=UNPRIVILEGED):
+        assert found["uid"] == pwd.getpwnam(UNPRIVILEGED).pw_uid
         assert found["read"] == found["wrote"] == []
         assert not [one for one in found["open"] if "store.db" in one]
 
 
 @needs_bwrap
-def test_agents_in_a_sandbox_see_neither_processes_nor_the_run(nobodys: Path) -> None:
+def test_agents_in_a_sandbox_see_neither_processes_nor_the_run(folder: Path) -> None:
     WRITTEN.unlink(missing_ok=True)
-    for found in spied(nobodys, trainer="nobody", sandbox=True):
+    for found in spied(folder, trainer=UNPRIVILEGED, sandbox=True):
         assert found["uid"] != 0
         assert found["wrote"] == []
         # The first process of the sandbox is its own.
         assert not [one for one in found["read"] if not one.startswith("/proc/1/")]
-    assert not Path("/tmp/written-by-an-agent").exists()
+    assert not WRITTEN.exists()
 
 
 @needs_bwrap
