@@ -127,6 +127,7 @@ def floods(task):
     print("the first line")  # noqa: T201
     for _ in range(task["mib"]):
         print("\n".join([line] * 10_486))  # noqa: T201
+    time.sleep(0.2)  # a line printed during a cut may be lost
     subprocess.run(["sh", "-c", "echo said by a command"], check=True)
     print("the last line")  # noqa: T201
     return globals()[task["then"]](task)

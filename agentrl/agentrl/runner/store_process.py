@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pickle
 import signal
 import socket
 import subprocess
@@ -20,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from agentrl.process_privacy import hide_memory
@@ -41,7 +41,7 @@ class StoreClient:
     """
 
     def __init__(self, sock: socket.socket) -> None:
-        self.socket = sock
+        self.connection = Connection(sock.detach())
 
     def claim(self, runner: str, lease_s: float, run_id: str) -> Claim | None:
         return self._ask("claim", runner, lease_s, run_id)
@@ -64,8 +64,11 @@ class StoreClient:
         return self._ask("calls", attempt_ids)
 
     def _ask(self, method: str, *arguments: Any) -> Any:
-        _send(self.socket, json.dumps([method, *arguments]).encode())
-        failed, answer = pickle.loads(_receive(self.socket))
+        self.connection.send_bytes(json.dumps([method, *arguments]).encode())
+        try:
+            failed, answer = self.connection.recv()
+        except EOFError:
+            raise ConnectionError("the process that holds the store has ended") from None
         if failed:
             raise OSError(answer)
         return answer
@@ -133,14 +136,15 @@ def _take_workers(pool: socket.socket, store: str, serving: list[threading.Threa
 
 def _serve(worker: socket.socket, store: str) -> None:
     """Answer a worker until it ends."""
-    with worker, contextlib.suppress(ConnectionError):
+    with Connection(worker.detach()) as asking, contextlib.suppress(EOFError, ConnectionError):
         while True:
-            method, *arguments = json.loads(_receive(worker))
+            # JSON, not pickles: an agent that reached the socket could not run code here.
+            method, *arguments = json.loads(asking.recv_bytes())
             try:
                 answer = False, _METHODS[method](_open_store(store), *arguments)
             except Exception as error:  # the worker logs it, and asks again
                 answer = True, " ".join(str(error).split())
-            _send(worker, pickle.dumps(answer))
+            asking.send(answer)
 
 
 _opening = threading.Lock()
@@ -172,24 +176,3 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "attempts": lambda store, ids: store.attempts(ids),
     "calls": lambda store, ids: store.calls(attempt_ids=ids, bodies=False),
 }
-
-
-def _send(sock: socket.socket, message: bytes) -> None:
-    sock.sendall(len(message).to_bytes(8, "big") + message)
-
-
-def _receive(sock: socket.socket) -> bytes:
-    """Return the next message; raise ConnectionError at the end."""
-    size = int.from_bytes(_exactly(sock, 8), "big")
-    return _exactly(sock, size)
-
-
-def _exactly(sock: socket.socket, size: int) -> bytes:
-    parts: list[bytes] = []
-    while size:
-        part = sock.recv(min(size, 1 << 20))
-        if not part:
-            raise ConnectionError("the process that holds the store has ended")
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)

@@ -155,7 +155,7 @@ class Worker:
                 become(config, theirs.detach())
             run_attempts(config, theirs.detach(), known_modules)
 
-        process = ForkedChild(run, [self._control, self._store.socket])
+        process = ForkedChild(run, [self._control, self._store.connection])
         self._attempts_left, self._busy_with = config.rollouts_per_process, ""
         if config.concurrency > 1:
             self._shared_log = AttemptLog(config.shared_log(process.pid), config.log_bytes)

@@ -26,6 +26,7 @@ from agentrl_proxy.rendering.renderer import Message, Renderer
 
 MAX_CONVERSATIONS = 256  # per attempt; least recently used go first
 MAX_TOKENS = 2_000_000  # per attempt, four bytes each; those that turns share count for each
+_LONG_CONTENT = 16 * 1024  # characters
 _COMPARED_AS_TEXT = 4  # replies of a request, the last ones, that are found by their prompt's text
 
 
@@ -57,6 +58,10 @@ class ConversationKey(NamedTuple):
         if calls := message.get("tool_calls"):
             # Compare calls by value and without ids: frameworks make up their own.
             message = {**message, "tool_calls": [call["function"] for call in calls]}
+        if len(content := message["content"]) > _LONG_CONTENT:
+            # Hashing lets other threads run; escaping it as JSON would hold them up.
+            hashed = blake2b(content.encode("utf-8", "surrogatepass"), digest_size=16)
+            message = {**message, "content": hashed.hexdigest()}
         return self._replace(messages=_digest(message, self.messages))
 
 
