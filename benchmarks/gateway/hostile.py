@@ -3,7 +3,8 @@
     python hostile.py [KIND ...] < cell.json     send them one after another until the parent ends
 
 The cell is JSON with ``port``, ``key``, ``path`` (of a rollout, to ``/v1``) and ``pause`` (seconds
-between two). Prints the number of requests and their statuses by kind when stdin closes.
+from one to the next, if it is answered by then). Prints the number of requests and their statuses
+by kind when stdin closes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-LIMIT = 8 * 2**20 - 4096  # of a body for our own model
+LIMIT = 8 * 2**20 - 4096  # of a body
 
 _WORDS = "The quick brown fox is 42 years old, and jumps; over the lazy dog's back.\n"
 
@@ -123,7 +124,7 @@ _CHAT: dict[str, Callable[[], bytes]] = {
     "lists": lambda: b'{"model": [' + b"[]," * 2_500_000 + b"[]]}",
     "a list as the model": lambda: b'{"model": [' + b"1," * 250_000 + b"1]}",
     "junk": lambda: _chat(junk="j" * (LIMIT - 200)),
-    "junk, 128 choices": lambda: _chat(junk="j" * 60_000, n=128),
+    "junk, 128 choices": lambda: _chat(junk="j" * 16_000, n=128),
     "stop": lambda: _chat(stop=["s" * (LIMIT // 16 - 50)] * 16),
     "biases": lambda: _chat(logit_bias={str(i): 1 for i in range(70_000)}),
     "parts": lambda: _chat(messages=_user([{"type": "text", "text": "a"}] * 25_000)),
@@ -144,18 +145,18 @@ _OTHERS: dict[str, tuple[str, Callable[[], bytes]]] = {
     "spans, 25,000": ("traces", lambda: _spans(25_000)),
     "rewards": ("rewards", lambda: _rewards(70_000)),
 }
-_JUDGE = {  # of a provider, through LiteLLM
-    "judge: text, 30 MB": lambda: _chat(_text(30 * 10**6), model="judge"),
+JUDGE = {  # of a provider, through LiteLLM
+    "judge: text": lambda: _chat(_text(7 * 2**20), model="judge"),
     "judge: messages, 4096": lambda: _chat(messages=_talk(4095), model="judge"),
     "judge: tools, 1024": lambda: _chat(tools=_tools(1024), model="judge"),
     "judge: parts": lambda: _chat(
         messages=_user([{"type": "text", "text": "a"}] * 25_000), model="judge"
     ),
-    "judge: image, 30 MB": lambda: _chat(messages=_user(_picture(30 * 10**6)), model="judge"),
-    "judge: images": lambda: _chat(messages=_user(_picture(3_000) * 8_000), model="judge"),
+    "judge: image": lambda: _chat(messages=_user(_picture(LIMIT - 500)), model="judge"),
+    "judge: images": lambda: _chat(messages=_user(_picture(950) * 8_000), model="judge"),
     "judge: keys": lambda: _chat(metadata={f"k{i}": 1 for i in range(70_000)}, model="judge"),
 }
-KINDS = {kind: ("chat/completions", body) for kind, body in (_CHAT | _JUDGE).items()} | _OTHERS
+KINDS = {kind: ("chat/completions", body) for kind, body in (_CHAT | JUDGE).items()} | _OTHERS
 
 
 def main(kinds: list[str]) -> None:
@@ -164,8 +165,8 @@ def main(kinds: list[str]) -> None:
     statuses: Counter[str] = Counter()
     slowest: dict[str, float] = {}
     print("ready", flush=True)
-    sent = 0
-    while not select.select([sys.stdin], [], [], cell["pause"] if sent else 0)[0]:
+    sent, due = 0, time.perf_counter()
+    while not select.select([sys.stdin], [], [], max(due - time.perf_counter(), 0))[0]:
         kind = list(bodies)[sent % len(bodies)]
         sent += 1
         headers = {"content-type": "application/json", "authorization": f"Bearer {cell['key']}"}
@@ -173,6 +174,7 @@ def main(kinds: list[str]) -> None:
             headers["content-encoding"] = "gzip"
         client = http.client.HTTPConnection("127.0.0.1", cell["port"], timeout=120)
         began, status = time.perf_counter(), "cut"
+        due = began + cell["pause"]
         with contextlib.closing(client), contextlib.suppress(OSError, http.client.HTTPException):
             client.request("POST", f"{cell['path']}/{KINDS[kind][0]}", bodies[kind], headers)
             reply = client.getresponse()

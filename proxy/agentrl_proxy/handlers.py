@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from hashlib import blake2b
 from importlib import metadata
 from typing import Any
 
@@ -21,7 +22,6 @@ from starlette.responses import Response
 from agentrl_proxy.dependencies import GatewayDependencies, GatewayStats, ProviderModel
 from agentrl_proxy.errors import (
     ApiError,
-    body_too_large,
     invalid,
     model_not_found,
     refused_by_sampler,
@@ -65,9 +65,7 @@ from agentrl_tracer.schemas import AttemptRef, AttemptState, Call
 
 log = logging.getLogger("agentrl.proxy")
 
-MAX_OWN_BYTES = 8 * 1024 * 1024
-"""Of a body for our own model, spans or rewards. Providers' models also take images."""
-_MAX_RECORDED_BYTES = MAX_OWN_BYTES  # each choice's row holds the request
+_MAX_RECORDED_BYTES = 2 * 1024 * 1024  # of several choices: each one's row holds the request
 _COUNTED_CONTEXTS = 8  # a prompt is counted up to so many times the context length
 
 
@@ -83,10 +81,7 @@ class Handlers:
         self.attempts = AttemptMemories()
         self.credentials = Credentials(deps.store, deps.operator_key, self.stats)
         self.large = LargeRequests()
-        most = deps.max_body_bytes if deps.provider_models else MAX_OWN_BYTES
-        self.bodies = BodyReader(
-            min(most, deps.max_body_bytes), deps.limits, self.stats, self.large
-        )
+        self.bodies = BodyReader(deps.max_body_bytes, deps.limits, self.stats, self.large)
         self.admission = Admission(deps, self.stats)
         self.chat = ChatService(deps, self.stats, self.large)
         self.providers = ProviderService(deps, self.stats)
@@ -171,7 +166,10 @@ class Handlers:
         memory = None if attempt is None else self.attempts.of(attempt)
         service, parts = EmbeddingService(self.providers), [embedding_request(raw)]
         large = is_large(body)
-        work = ClientRequest(self.admission, service, parts, 0, raw, body, headers, memory, large)
+        digest = await self.large.run(large, _digest, body)
+        work = ClientRequest(
+            self.admission, service, parts, 0, raw, len(body), digest, headers, memory, large
+        )
         return WorkResponse(work, stream=False)
 
     async def count_tokens(self, request: Request) -> Response:
@@ -196,16 +194,19 @@ class Handlers:
         attempt, headers, body = await self._received(request)
         known = StoredResponses(self.deps.store, attempt, headers) if may_refer else None
         raw, provider, parts = await self._read(body, read, known)
+        large = is_large(body)
+        digest = await self.large.run(large, _digest, body)
         work = ClientRequest(
             self.admission,
             self.chat if provider is None else self.providers,
             parts,
             len(parts) * parts[0].n if provider is None else 0,
             raw,
-            body,
+            len(body),
+            digest,
             headers,
             None if attempt is None else self.attempts.of(attempt),
-            is_large(body),
+            large,
         )
         return WorkResponse(work, stream=bool(raw.get("stream")))
 
@@ -222,8 +223,6 @@ class Handlers:
         provider = self.providers.model_of(raw)
         if provider is not None:
             await translation.load()
-        elif len(body) > MAX_OWN_BYTES:
-            raise body_too_large(MAX_OWN_BYTES)
         if known is not None:
             raw, earlier = await known.resolved(raw)
         parts = await self.large.run(large, read, raw, provider)
@@ -239,7 +238,7 @@ class Handlers:
         return raw, provider, parts
 
     async def _received(
-        self, request: Request, max_bytes: int | None = None, *, may_be_sealed: bool = False
+        self, request: Request, *, may_be_sealed: bool = False
     ) -> tuple[AttemptRef | None, Mapping[str, str], bytes]:
         """Check a request's key and read its body. Return its attempt, headers and body."""
         # A look-up in starlette's headers goes through all of them; the first of a name counts.
@@ -247,12 +246,12 @@ class Handlers:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in pairs}
         rollout_id = request.path_params.get("rollout_id")
         attempt = await self.credentials.caller(headers, rollout_id, may_be_sealed=may_be_sealed)
-        return attempt, headers, await self.bodies.read(request.receive, headers, max_bytes)
+        return attempt, headers, await self.bodies.read(request.receive, headers)
 
     # --- spans, rewards, adapters
 
     async def traces(self, request: Request) -> Response:
-        attempt, headers, body = await self._received(request, MAX_OWN_BYTES, may_be_sealed=True)
+        attempt, headers, body = await self._received(request, may_be_sealed=True)
         return await otlp_ingest.traces(
             self.deps.writer, self.large, attempt, body, headers, self._note_given_up
         )
@@ -264,7 +263,7 @@ class Handlers:
         await asyncio.to_thread(mark, attempt.attempt_id, request_ids)
 
     async def rewards(self, request: Request) -> Response:
-        attempt, headers, body = await self._received(request, MAX_OWN_BYTES, may_be_sealed=True)
+        attempt, headers, body = await self._received(request, may_be_sealed=True)
         return await otlp_ingest.reward(self.deps.writer, attempt, body, headers)
 
     async def load_adapter(self, request: Request) -> Response:
@@ -290,6 +289,10 @@ class Handlers:
             if await ask(store, store.attempt_state, attempt_id) is not AttemptState.RUNNING:
                 self.attempts.pop(attempt_id, None)
             await asyncio.sleep(0)  # there may be thousands
+
+
+def _digest(body: bytes) -> bytes:
+    return blake2b(body, digest_size=16).digest()
 
 
 def speaks_anthropic(request: Request) -> bool:

@@ -14,6 +14,7 @@ import os
 import secrets
 import sys
 from collections.abc import AsyncIterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +37,18 @@ class InstantSampler:
     def __init__(self) -> None:
         said = answer.load()
         self.adapters = {answer.MODEL: 1}
-        self._events: list[SampleEvent] = [
-            TokenEvent(0, i, p, None, 1) for i, p in zip(said.ids, said.logprobs, strict=True)
-        ]
-        self._events.append(FinishEvent(0, "length"))
+        self._said = [*zip(said.ids, said.logprobs, strict=True)]
+        self._events = cache(self._of)
+
+    def _of(self, choices: int) -> list[SampleEvent]:
+        each = range(choices)
+        tokens = [TokenEvent(choice, *one, None, 1) for one in self._said for choice in each]
+        return [*tokens, *(FinishEvent(choice, "length") for choice in each)]
 
     async def sample(
         self, prompt_ids: Sequence[int], params: DecodingParams, adapter: str | None
     ) -> AsyncIterator[SampleEvent]:
-        for event in self._events:
+        for event in self._events(params.n):
             yield event
 
     async def load_adapter(self, name: str, version: int, path: str) -> None:

@@ -19,6 +19,7 @@ never train. Does not know which protocol the client speaks (requests.py).
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
@@ -105,6 +106,7 @@ class ProviderService:
             self._litellm = BackgroundLoop(litellm_setup.close_connections)
             with suppress(ApiError):  # logged; the next request tries again
                 await self._ready()
+            gc.freeze()  # a full collection among LiteLLM's objects would stop requests for 0.2 s
 
     async def close(self) -> None:
         if self._litellm is not None:

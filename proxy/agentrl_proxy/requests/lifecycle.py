@@ -82,7 +82,8 @@ class ClientRequest:
     parts: Sequence[Any]
     sampled: int  # choices for our sampler; 0: a provider's model answers
     raw: dict[str, Any]
-    body: InitVar[bytes]
+    size: int  # of the body, in bytes
+    digest: InitVar[bytes]  # of the body
     headers: Mapping[str, str]
     memory: AttemptMemory | None  # of the attempt that sent it; None: outside rollouts
     large: bool = False  # see server/large_requests.py
@@ -90,7 +91,6 @@ class ClientRequest:
     agent: str | None = field(init=False)
     key: bytes = field(init=False)
     """What identical requests share: body, protocol, agent and idempotency key."""
-    size: int = field(init=False)  # of the body, in bytes
     heading: chat_objects.Heading = field(init=False)  # of the answer to all parts
     answer: asyncio.Future[Completion | None] = field(
         default_factory=asyncio.Future[Any], init=False
@@ -104,13 +104,11 @@ class ClientRequest:
     client."""
     commits: ClassVar[set[asyncio.Task[Any]]] = set()  # kept until they end
 
-    def __post_init__(self, body: bytes) -> None:
-        self.size = len(body)
+    def __post_init__(self, digest: bytes) -> None:
         self.dialect, self.agent = self.parts[0].dialect, agent_name(self.headers)
         name = self.headers.get("idempotency-key", "")
-        key = blake2b(f"{self.dialect.id_prefix}{self.agent}\0{name}\0".encode(), digest_size=16)
-        key.update(body)
-        self.key = key.digest()
+        said = f"{self.dialect.id_prefix}{self.agent}\0{name}\0".encode()
+        self.key = blake2b(said + digest, digest_size=16).digest()
 
     async def run(self, write: Write | None) -> Any:
         """Return the answer as one JSON body, or send it as chunks through ``write``.

@@ -27,32 +27,26 @@ class BodyReader:
     large: LargeRequests
     _arriving: int = 0  # counted bytes of bodies that have not arrived entirely
 
-    async def read(
-        self, receive: Receive, headers: Mapping[str, str], max_bytes: int | None = None
-    ) -> bytes:
+    async def read(self, receive: Receive, headers: Mapping[str, str]) -> bytes:
         """Return the decompressed body.
-
-        Args:
-            max_bytes: a lower limit than that of all bodies.
 
         Raises:
             ApiError: 413 too large, 408 too slow, 429 too many large bodies at once, 415 unknown
                 encoding, 400 broken or incomplete.
         """
-        max_bytes = min(max_bytes or self.max_bytes, self.max_bytes)
         declared = headers.get("content-length", "")
-        if declared.isdecimal() and int(declared) > max_bytes:
-            raise body_too_large(max_bytes)
-        body = await self._receive(receive, max_bytes)
+        if declared.isdecimal() and int(declared) > self.max_bytes:
+            raise body_too_large(self.max_bytes)
+        body = await self._receive(receive)
         encoding = headers.get("content-encoding", "identity").strip().lower()
         if encoding in ("", "identity"):
             return body
         if encoding not in ("gzip", "deflate"):
             message = f"content-encoding must be gzip or deflate; got {encoding[:40]!r}"
             raise ApiError(415, message, code="unsupported_encoding")
-        return await self.large.run(True, _decompress, body, max_bytes)
+        return await self.large.run(True, _decompress, body, self.max_bytes)
 
-    async def _receive(self, receive: Receive, max_bytes: int) -> bytes:
+    async def _receive(self, receive: Receive) -> bytes:
         parts: list[bytes] = []
         size = counted = 0
         more = True
@@ -64,8 +58,8 @@ class BodyReader:
                         raise invalid(None, "the client left before sending the whole body")
                     part, more = message.get("body", b""), message.get("more_body", False)
                     size += len(part)
-                    if size > max_bytes:
-                        raise body_too_large(max_bytes)
+                    if size > self.max_bytes:
+                        raise body_too_large(self.max_bytes)
                     new = max(size - _UNCOUNTED_BYTES - counted, 0)
                     if self._arriving + new > self.limits.receive_bytes:
                         self.stats.overloaded += 1

@@ -233,7 +233,7 @@ def test_large_pictures_pass_whole(start: Any, faulty: Any) -> None:
     """They count against the body's limit, not against what our own model would read."""
     upstream = faulty((200, said("a cat")))
     gateway = asking(start, upstream)
-    picture = f"data:image/png;base64,{'iVBORw0KGgo' * 2**20}="
+    picture = f"data:image/png;base64,{'iVBORw0KGgo' * 300_000}="
     shown = [{"type": "image_url", "image_url": {"url": picture}}] * 2
     assert post_to(gateway, messages=[{"role": "user", "content": shown}]).status_code == 200
     [seen] = upstream.seen

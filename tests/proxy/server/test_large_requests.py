@@ -11,7 +11,7 @@ import pytest
 from gateway_client import post
 from scripted_sampler import OPERATOR_KEY, Running
 
-from agentrl_proxy.handlers import MAX_OWN_BYTES
+from agentrl_proxy.dependencies import MAX_BODY_BYTES
 from agentrl_proxy.protocols.chat import MAX_ARGUMENTS, MAX_MESSAGES, MAX_TOOLS
 from agentrl_proxy.protocols.fields import MAX_MARKS
 from agentrl_proxy.server.large_requests import LargeRequests, is_large
@@ -87,7 +87,7 @@ CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "a
         ),
         ({"junk": "j" * 100_000}, 413, "leave out what the model does not read"),
         ({"junk": "j" * 70_000, "n": 128}, 413, "fewer choices"),
-        ({"junk": "j" * MAX_OWN_BYTES}, 413, f"larger than {MAX_OWN_BYTES} bytes"),
+        ({"junk": "j" * MAX_BODY_BYTES}, 413, f"larger than {MAX_BODY_BYTES} bytes"),
         ({"junk": [0] * MAX_MARKS}, 413, "too many values"),
         ({"junk": {f"{i}": 0 for i in range(MAX_MARKS // 3)}}, 413, "too many values"),
     ],

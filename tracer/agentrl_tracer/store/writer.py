@@ -29,7 +29,7 @@ log = logging.getLogger("agentrl")
 _MAX_BATCH = 512
 _OPEN_DELAY_S = 0.02  # most calls finish, or others do, before their open mark is due
 _ROWS_IN_PLACE = 256  # until the thread commits, which checkpoints the log
-_SLOW_S = 0.1  # a commit that takes longer leaves the next second's commits to the thread
+_SLOW_S = 0.02  # a commit that takes longer leaves the next second's commits to the thread
 _PAUSE_S = 1.0
 
 
