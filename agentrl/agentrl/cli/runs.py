@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -28,15 +29,16 @@ def list_command(
     found: list[tuple[Json, str, Metrics]] = []
     faults: list[str] = []
     interrupted: list[RunFolder] = []
-    for path in sorted(runs.glob("*/config.json")):
-        folder = RunFolder(path.parent)
-        if not folder.run_id.is_file():
-            continue
+    for name in sorted(os.listdir(runs)) if runs.exists() else ():
+        folder = RunFolder(runs / name)
         try:
+            files = os.listdir(folder.root) if folder.root.is_dir() else ()
+            if not {folder.config.name, folder.run_id.name} <= {*files}:
+                continue
             store, run = open_store(folder, _PATIENCE_S)
             with contextlib.closing(store):
                 found.append((run, state_of(folder, run), store.metrics(run["id"])))
-        except (StoreError, ConfigError) as error:
+        except (StoreError, ConfigError, OSError) as error:
             faults.append(str(error))
             continue
         if found[-1][1] == "interrupted" and run["kind"] == "train":

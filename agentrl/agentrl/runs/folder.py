@@ -54,7 +54,8 @@ class RunFolder:
         """Make a new folder; by default its name is ``prefix`` and the time.
 
         Raises:
-            ConfigError: the name is taken, or nothing can be written there.
+            ConfigError: the name is taken.
+            OSError: nothing can be written there.
         """
         if name is None:
             stamp = f"{prefix}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -89,7 +90,8 @@ class RunFolder:
         would hold it on. So children close theirs at once.
 
         Raises:
-            ConfigError: another process has the lock; names it. Or nothing can be written here.
+            ConfigError: another process has the lock; names it.
+            OSError: nothing can be written here.
         """
         if self._locked:
             return
@@ -129,8 +131,15 @@ class RunFolder:
         return False
 
     def read_config(self) -> dict[str, Any]:
-        """Return the settings of the run."""
-        return json.loads(self.config.read_text(encoding="utf-8"))
+        """Return the settings of the run.
+
+        Raises:
+            ConfigError: the file is damaged.
+        """
+        try:
+            return json.loads(self.config.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigError(f"{self.config} is damaged; bring a copy back: {error}") from error
 
     def adapter_version(self, name: str, version: int) -> Path:
         """Return a path of its own for each version: vLLM's prefix cache is keyed by path."""
@@ -197,8 +206,11 @@ class RunFolder:
         _replace(self.metrics, "".join(map(_line, kept)))
 
 
-def _unwritable(error: OSError) -> ConfigError:
-    return ConfigError(f"runs: cannot write {error.filename or 'there'}: {error.strerror}")
+def _unwritable(error: OSError) -> OSError:
+    return OSError(
+        f"runs: cannot write {error.filename or 'there'}: {error.strerror}; let this "
+        "user write there, or name another folder with --runs"
+    )
 
 
 def _replace(path: Path, text: str) -> None:
