@@ -208,8 +208,8 @@ class RunFolder:
 
 def _unwritable(error: OSError) -> OSError:
     return OSError(
-        f"runs: cannot write {error.filename or 'there'}: {error.strerror}; let this "
-        "user write there, or name another folder with --runs"
+        f"runs: cannot write {error.filename or 'there'}: {error.strerror}; this user "
+        "must find room and be allowed to write there, or name another folder with --runs"
     )
 
 
@@ -256,7 +256,7 @@ def find_adapters(source: str | Path, field: str) -> dict[str, Path]:
         field: the setting's name, for errors.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or it is damaged.
     """
     path = Path(source)
     run, step = run_and_step(source)
@@ -277,6 +277,8 @@ def find_adapters(source: str | Path, field: str) -> dict[str, Path]:
             f"{field}: {str(source)!r} is no run folder, and no PEFT folder: it has no "
             "adapter_config.json, nor has a folder in it"
         )
+    for folder in found.values():
+        _refuse_damaged(folder, field)
     return found
 
 
@@ -318,6 +320,19 @@ def _adapters_of(run: RunFolder, step: str, field: str) -> dict[str, Path]:
             )
         found[folder.name] = versions[version]
     return found
+
+
+def _refuse_damaged(adapter: Path, field: str) -> None:
+    from safetensors import SafetensorError, safe_open
+
+    for file in adapter.glob("*.safetensors"):
+        try:
+            with safe_open(file, framework="numpy"):  # reads where its tensors are
+                pass
+        except SafetensorError as error:
+            raise ConfigError(
+                f"{field}: {file} is damaged ({error}); bring a copy back, or give another adapter"
+            ) from error
 
 
 def how_to_fetch(folder: Path) -> list[str]:

@@ -76,7 +76,7 @@ def test_mistakes_are_explained(cli: Cli, command: str, message: str) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    ["eval json:loads --tasks {}", "run json:loads --task 1", "train json:loads --tasks {}"],
+    ["eval json:loads --tasks {}", "run json:loads --task {{}}", "train json:loads --tasks {}"],
 )
 def test_a_folder_that_cannot_be_written_is_no_wrong_setting(
     cli: Cli, tmp_path: Path, command: str
@@ -85,7 +85,7 @@ def test_a_folder_that_cannot_be_written_is_no_wrong_setting(
     tasks.write_text('{"n": 1}\n')
     code, said = cli(*command.format(tasks).split(), "--runs", f"{tasks}/runs")
     assert code == 1, said
-    assert f"runs: cannot write {tasks}/runs: Not a directory; let this user write there" in said
+    assert f"runs: cannot write {tasks}/runs: Not a directory; this user must" in said
 
 
 def test_windows_is_refused_with_a_sentence_that_names_wsl(
