@@ -252,13 +252,14 @@ def test_damaged_and_foreign_files(tmp_path: Path) -> None:
     ("column", "value"),
     [("name", "CAST(x'ff' AS TEXT)"), ("config", "CAST(x'7bff' AS TEXT)"), ("config", "'{'")],
 )
-def test_a_damaged_value_is_no_fault_of_ours(store: Store, column: str, value: str) -> None:
-    run_id = start_run(store)
-    with store.db.write() as c:
-        c.exec_driver_sql(f"UPDATE runs SET {column} = {value}")
-    with pytest.raises(StoreError, match="the file is damaged; bring a copy back"):
-        store.runs()
-    assert store.rollouts(run_id)
+def test_a_damaged_value_is_no_fault_of_ours(tmp_path: Path, column: str, value: str) -> None:
+    with closing(Store(str(tmp_path / "store.db"))) as store:
+        run_id = start_run(store)
+        with store.db.write() as c:
+            c.exec_driver_sql(f"UPDATE runs SET {column} = {value}")
+        with pytest.raises(StoreError, match="the file is damaged; bring a copy back"):
+            store.runs()
+        assert store.rollouts(run_id)
 
 
 def test_an_unknown_format_is_said(tmp_path: Path) -> None:
