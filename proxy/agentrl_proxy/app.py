@@ -163,7 +163,6 @@ async def _sweep(handlers: Handlers) -> None:
 
 
 def _warm_up(renderer: Renderer) -> None:
-    """Import, compile and compute what the first requests would otherwise wait for."""
-    _ = renderer.longest_token
+    """Import and compile what the first reply would otherwise wait for."""
     for tools in (False, True):
         renderer.parser(tools=tools).finish("<")

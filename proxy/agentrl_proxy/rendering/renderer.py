@@ -10,11 +10,11 @@ import contextlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache, cached_property
+from functools import cache
 from typing import Any
 
 from agentrl_proxy.errors import context_length_exceeded, invalid
-from agentrl_proxy.rendering import prompt_length
+from agentrl_proxy.rendering.prompt_length import exceeds
 from agentrl_proxy.rendering.reply import ParsedReply
 from agentrl_proxy.rendering.templates import THINKING_SWITCHES, switches
 from agentrl_proxy.rendering.templates import response_template as family_template
@@ -78,11 +78,6 @@ class Renderer:
         self.vocab_size = len(tokenizer)
         self._byte_level = "ByteLevel" in str(tokenizer.backend_tokenizer.decoder)
 
-    @cached_property
-    def longest_token(self) -> int | None:
-        """How many bytes of a text a token can stand for; None: any number."""
-        return prompt_length.longest_token(self.tokenizer.backend_tokenizer)
-
     def with_switches(
         self, thinking: bool | None, effort: str | None, kwargs: Mapping[str, Any]
     ) -> Renderer:
@@ -117,13 +112,12 @@ class Renderer:
             if len(self._variants) >= MAX_VARIANTS:
                 self._variants.clear()
             template, stop_ids = self._given
-            variant = self._variants[name] = Renderer(
+            self._variants[name] = Renderer(
                 self.tokenizer,
                 response_template=template,
                 stop_ids=stop_ids,
                 template_kwargs=asked,
             )
-            variant.longest_token = self.longest_token
         return self._variants[name]
 
     def normalize(self, messages: Sequence[Message]) -> list[Message]:
@@ -196,13 +190,8 @@ class Renderer:
                 return backend.encode(text, add_special_tokens=special).ids
             # Other threads run meanwhile; ``encode`` would hold them up.
             encode = backend.encode_batch_fast
-            if limit is not None:
-                longest = self.longest_token
-                least = prompt_length.exceeds(
-                    text, limit, longest, lambda piece: len(encode([piece])[0].ids)
-                )
-                if least is not None:
-                    raise context_length_exceeded(least, limit, param, at_least=True)
+            if limit is not None and exceeds(text, limit, lambda one: len(encode([one])[0].ids)):
+                raise context_length_exceeded(limit + 1, limit, param, at_least=True)
             return encode([text], add_special_tokens=special)[0].ids
         except (TypeError, UnicodeEncodeError):
             # Tool arguments are JSON inside a string, which may escape a lone surrogate.
