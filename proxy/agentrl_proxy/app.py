@@ -41,7 +41,6 @@ _MODEL_ROUTES: _Routes = {
     "/v1/completions": ("POST", Handlers.completions),
     "/v1/responses": ("POST", Handlers.responses),
     "/v1/responses/{response_id}": ("GET", Handlers.response),
-    "/v1/responses/{response_id}/input_items": ("GET", Handlers.response_input),
     "/v1/embeddings": ("POST", Handlers.embeddings),
     "/v1/messages": ("POST", Handlers.messages),
     "/v1/messages/count_tokens": ("POST", Handlers.count_tokens),

@@ -85,14 +85,10 @@ COUNT = Object(
     ["model", "messages"],
     model=NAME,
     messages=Array(
-        _MESSAGE,
-        minimum=1,
-        maximum=MAX_MESSAGES,
-        everywhere=True,
-        description="the last message is the user's",
+        _MESSAGE, minimum=1, maximum=MAX_MESSAGES, description="the last message is the user's"
     ),
     system=text_or(_TEXT_BLOCK),
-    tools=Array(_TOOL, maximum=MAX_TOOLS, everywhere=True),
+    tools=Array(_TOOL, maximum=MAX_TOOLS),
     tool_choice=Tagged(
         dict.fromkeys(("auto", "any", "none"), Object([], disable_parallel_tool_use=BOOLEAN))
         | {"tool": Object(["name"], name=TEXT, disable_parallel_tool_use=BOOLEAN)}
