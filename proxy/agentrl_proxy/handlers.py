@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from hashlib import blake2b
@@ -227,15 +227,12 @@ class Handlers:
 
     async def traces(self, request: Request) -> Response:
         attempt, headers, body = await self._received(request, may_be_sealed=True)
-        return await otlp_ingest.traces(
-            self.deps.writer, self.large, attempt, body, headers, self._note_given_up
-        )
-
-    async def _note_given_up(self, attempt: AttemptRef, request_ids: Sequence[str]) -> None:
-        """Record that the agent's process did not get the answers to these requests."""
-        self.attempts.of(attempt).given_up.update(request_ids)
-        mark = self.deps.store.mark_undelivered
-        await asyncio.to_thread(mark, attempt.attempt_id, request_ids)
+        writer, store = self.deps.writer, self.deps.store
+        response, given_up = await otlp_ingest.traces(writer, self.large, attempt, body, headers)
+        if attempt is not None and given_up:
+            self.attempts.of(attempt).given_up.update(given_up)
+            await asyncio.to_thread(store.mark_undelivered, attempt.attempt_id, given_up)
+        return response
 
     async def rewards(self, request: Request) -> Response:
         attempt, headers, body = await self._received(request, may_be_sealed=True)

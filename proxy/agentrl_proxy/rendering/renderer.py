@@ -10,7 +10,7 @@ import contextlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from agentrl_proxy.errors import context_length_exceeded, invalid
@@ -47,12 +47,12 @@ class Renderer:
     ) -> None:
         self.tokenizer = tokenizer
         self.template_kwargs = dict(template_kwargs or {})
-        self._given = (response_template, frozenset(stop_ids))
-        self._variants: dict[str, Renderer] = {}  # by their template_kwargs
+        self._stop_ids = frozenset(stop_ids)
+        self._given = {"response_template": response_template, "stop_ids": self._stop_ids}
+        self._variant = lru_cache(MAX_VARIANTS)(self._with_kwargs)
         template = response_template or getattr(tokenizer, "response_template", None)
         chat_template: str = tokenizer.get_chat_template() or ""
         template = template or family_template(chat_template)
-        self._stop_ids = self._given[1]
         if tokenizer.eos_token_id is not None:
             self._stop_ids |= {tokenizer.eos_token_id}
         self._knows_developer = "developer" in chat_template
@@ -105,20 +105,11 @@ class Renderer:
         asked |= dict.fromkeys(THINKING_SWITCHES, thinking)
         asked = {k: v for k, v in asked.items() if v is not None and k in self.switches}
         asked |= kwargs
-        if not asked:
-            return self
-        name = json.dumps(asked, sort_keys=True)
-        if name not in self._variants:
-            if len(self._variants) >= MAX_VARIANTS:
-                self._variants.clear()
-            template, stop_ids = self._given
-            self._variants[name] = Renderer(
-                self.tokenizer,
-                response_template=template,
-                stop_ids=stop_ids,
-                template_kwargs=asked,
-            )
-        return self._variants[name]
+        return self._variant(json.dumps(asked, sort_keys=True)) if asked else self
+
+    def _with_kwargs(self, kwargs: str) -> Renderer:
+        given: Any = self._given
+        return Renderer(self.tokenizer, template_kwargs=json.loads(kwargs), **given)
 
     def normalize(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages as templates expect them: text contents, tool arguments as values."""
