@@ -117,7 +117,7 @@ class CallStore(VerdictStore, RewardStore):
             for item in arrived:
                 if isinstance(item, Delivery) and _is_open(item, states):
                     self.db.insert_records(c, t.spans, item.spans)
-                    self._add_rewards(c, item.rewards)
+                    self.db.insert_records(c, t.rewards, item.rewards)
         return states
 
     def _attempt_states(self, c: Any, ids: Collection[Any]) -> dict[str, AttemptState]:
