@@ -18,8 +18,10 @@ def exceeds(text: str, limit: int, count: Callable[[str], int]) -> bool:
     Args:
         count: returns how many tokens a text has.
     """
+    if len(text) <= limit * _ORDINARY:
+        return False
     counted, start = 0, 0
-    while len(text) > limit * _ORDINARY and start < len(text):
+    while start < len(text):
         end = start + _PIECE
         space = text.rfind(" ", end - _SEARCHED, end)
         end = space if space > 0 and end < len(text) else end

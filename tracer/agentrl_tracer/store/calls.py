@@ -133,8 +133,7 @@ class CallStore(VerdictStore, RewardStore):
 
     def spent(self, attempt_id: str) -> tuple[int, int]:
         """Return how many calls an attempt has made and how many tokens they used, with prompts."""
-        with self.db.read() as c:
-            rows = c.execute(_SIZES, {"attempt_id": attempt_id}).all()
+        rows = self.db.fetch_rows(_SIZES, {"attempt_id": attempt_id})
         tokens = 0
         counted: set[int] = set()
         for seq, params, prompt, response in rows:
