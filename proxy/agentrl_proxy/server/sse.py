@@ -15,7 +15,6 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from agentrl_proxy.errors import ApiError, internal_error
-from agentrl_proxy.protocols.chat_objects import Dialect
 from agentrl_proxy.server.delivery import is_delivered
 
 log = logging.getLogger("agentrl.proxy")
@@ -39,6 +38,12 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
     return Response(
         orjson.dumps(value), status_code=status, headers=headers, media_type="application/json"
     )
+
+
+class Dialect(Protocol):
+    def failed(self, error: ApiError) -> bytes:
+        """The last event of a stream that fails."""
+        ...
 
 
 class Work(Protocol):
