@@ -4,8 +4,8 @@ Knows JSON. The fields of each protocol stand in that protocol's module.
 
 ``null`` always means that an optional field is not set. Unknown fields are ignored, because
 frameworks send many. A field type accepts what ``check`` accepts; a test generates requests from
-the schemas and compares. With ``ours=False`` a provider answers the request: then only the JSON
-types that LiteLLM relies on are checked, and ranges are left to the provider.
+the schemas and compares. With ``ours=False`` a provider answers the request: then only lengths of
+lists and the JSON types that LiteLLM relies on are checked, and ranges are left to the provider.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Value:
 
 
 class Array:
-    """A list of one field type. Its length holds for requests to providers, too."""
+    """A list of one field type."""
 
     def __init__(
         self, items: Field, *, minimum: int = 0, maximum: int | None = None, **more: Any
