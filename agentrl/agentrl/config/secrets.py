@@ -119,6 +119,11 @@ def check_store(url: str) -> str:
     return url
 
 
+def passwords_in(text: str) -> list[str]:
+    """Return the passwords in a text's URLs."""
+    return [found[2] or found[4] for found in _PASSWORD.finditer(text)]
+
+
 def without_password(store: str) -> str:
     """Return a store's URL as it may be recorded: a reference stands for its password."""
     return _PASSWORD.sub(

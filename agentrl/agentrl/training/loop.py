@@ -172,9 +172,8 @@ def _epoch(
 def publish(run: TrainingRun, step: int) -> None:
     """Save each adapter as version ``step``, and make it the one that answers."""
     for name, client in run.clients.items():
-        saved = client.save_weights_for_sampler(run.folder.adapter_version(name, step))
-        run.saved[name] = run.result(saved).path
         adapter = run.folder.adapter_version(name, step)
+        run.saved[name] = run.result(client.save_weights_for_sampler(adapter)).path
         run.folder.share_adapter(adapter, run.config.run.adapter_readers)
     run.load_published(step)
     run.prune()

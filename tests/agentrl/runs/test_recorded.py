@@ -15,7 +15,7 @@ from agentrl.config.commands import TrainConfig
 from agentrl.config.errors import ConfigError
 from agentrl.config.loading import load
 from agentrl.runs.folder import RunFolder
-from agentrl.runs.recorded import open_store, resume_command, state_of
+from agentrl.runs.recorded import how_to_continue, open_store, state_of
 from agentrl.training.resume import return_to_start
 from agentrl_tracer.store import Store
 
@@ -89,7 +89,7 @@ def test_a_run_here_is_interrupted_when_its_process_is_gone(
     rows = listed.splitlines()[1:-1]
     assert "".join(row[:30].split(" train ")[0].strip() for row in rows).startswith(folder.name)
     command.show_command(Path("runs") / folder.name)
-    assert f"continue it with:  {resume_command(folder)}\n" in capsys.readouterr().out
+    assert f"{how_to_continue(folder)}\n" in capsys.readouterr().out
 
 
 def test_resumed_from_another_directory_its_paths_begin_where_it_started(

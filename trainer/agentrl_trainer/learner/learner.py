@@ -9,7 +9,7 @@ active at a time.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -165,27 +165,15 @@ class Learner(AdapterOptimizers):
         """Collect the [N] values of each micro-batch, aligned with the rows' tokens."""
         result = [[0.0] * len(row.tokens) for row in rows]
         for batch in self._pack(rows):
-            for part, values in self._finite_parts(rows, batch, function):
-                scatter(part, values, result)
+            batch = batch.to(self.base.device)
+            self._activate(batch.adapter)
+            values = function(batch)
+            if len(batch.indices) == 1 or bool(values.isfinite().all()):
+                scatter(batch, values, result)
+                continue
+            for index in batch.indices:  # NaN spreads from row to row in the attention of a trie
+                [result[index]] = self._compute([rows[index]], function)
         return result
-
-    def _finite_parts(
-        self,
-        rows: Sequence[TrainingRow],
-        batch: MicroBatch,
-        function: Callable[[MicroBatch], Tensor],
-    ) -> Iterator[tuple[MicroBatch, Tensor]]:
-        """Compute a micro-batch, or each of its rows if something in it is not finite: in the
-        attention of a trie, NaN spreads from one row to the others."""
-        batch = batch.to(self.base.device)
-        self._activate(batch.adapter)
-        values = function(batch)
-        if len(batch.indices) == 1 or bool(values.isfinite().all()):
-            yield batch, values
-            return
-        for index in batch.indices:
-            [alone] = self._pack([rows[index]])
-            yield replace(alone, indices=[index]), function(alone.to(self.base.device))
 
     def with_temperature(self, rows: Sequence[TrainingRow]) -> list[TrainingRow]:
         """Move the sampler's log-probs to the temperature that each token was sampled at.
