@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from call_records import make, rollout
 from documented_metrics import documented, undocumented
+from small_learner import one_step
 
 from agentrl.training.metrics import count_failures, step_row
 from agentrl.training.rollout_queue import StepRollouts
@@ -35,7 +36,7 @@ def learned(epochs: int) -> list[StepStats]:
     ]
     sampled = learner.forward(rows)
     rows = [replace(row, logprobs=lp) for row, lp in zip(rows, sampled, strict=True)]
-    return [learner.step(rows, "ppo") for _ in range(epochs)]
+    return [one_step(learner, rows, "ppo") for _ in range(epochs)]
 
 
 def row_of(
