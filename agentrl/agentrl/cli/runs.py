@@ -10,6 +10,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from agentrl.config.errors import ConfigError
+from agentrl.config.secrets import MissingSecretError
 from agentrl.console.output import console, print_block, print_line
 from agentrl.console.report import Metrics, runs_table, show_run, show_verified
 from agentrl.console.trace_tree import rollout_trace
@@ -36,8 +37,8 @@ def list_command(
             store, run = open_store(folder, _PATIENCE_S)
             with contextlib.closing(store):
                 found.append((run, state_of(folder, run), store.metrics(run["id"])))
-        except (StoreError, ConfigError) as error:
-            faults.append(str(error))
+        except (StoreError, ConfigError, MissingSecretError) as error:
+            faults.append(f"{folder.root}: {error}")
             continue
         if found[-1][1] == "interrupted" and run["kind"] == "train":
             interrupted.append(folder)
