@@ -10,6 +10,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from agentrl.config.errors import ConfigError
+from agentrl.config.secrets import MissingSecretError
 from agentrl.console.output import console, print_block, print_line
 from agentrl.console.report import Metrics, runs_table, show_run, show_verified
 from agentrl.console.trace_tree import rollout_trace
@@ -34,8 +35,8 @@ def list_command(
             with contextlib.closing(store):
                 state = state_of(folder, run)
                 found.append((run, state, store.metrics(run["id"])))
-        except (StoreError, ConfigError) as error:
-            faults.append(str(error))
+        except (StoreError, ConfigError, MissingSecretError) as error:
+            faults.append(f"{folder.root}: {error}")
             continue
         if state == "interrupted" and run["kind"] == "train":
             advice.append(f"{folder.name} was interrupted; {how_to_continue(folder)}")

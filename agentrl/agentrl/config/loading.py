@@ -19,6 +19,7 @@ from agentrl.config.algorithm_options import table_of
 from agentrl.config.commands import COMMANDS, JoinConfig, ModelCommand, TrainConfig
 from agentrl.config.errors import ConfigError, explain, unknown_setting
 from agentrl.config.renamed_settings import RENAMED
+from agentrl.config.secrets import store_url
 from agentrl.config.setting_names import flag_of, flattened, nearest, settings_of
 from agentrl_tracer.schemas import Json
 
@@ -42,6 +43,7 @@ def load(
 
     Raises:
         ConfigError: names each setting that is wrong, and the fix.
+        MissingSecretError: the resumed run's store needs a variable that is not set.
     """
     given, rest = _parse_flags(command, tokens)
     file, resume = given.pop("config"), given.pop("resume", None)
@@ -177,6 +179,8 @@ def _resumed(folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
             f"resume: {folder} was started by an earlier version, whose settings were flat; it can "
             "be looked at (`agentrl runs show`), evaluated and served, but not continued"
         )
+    if (store := settings["run"].get("store")) and "store" not in given.get("run", {}):
+        store_url(store)  # the settings are right, but their password is not here
     algorithm = settings["algorithm"]
     for what in ("loss", "estimator"):
         if given.get("algorithm", {}).get(what, algorithm[what]) != algorithm[what]:

@@ -36,6 +36,10 @@ _USER = re.compile(r"://[^/?#]*@|[?&]([^=&]*)=")
 _SECRET_HEADER = re.compile(rf"{_SECRET.pattern}|[-_]?key$")
 
 
+class MissingSecretError(RuntimeError):
+    """A run's records name an environment variable that is not set."""
+
+
 def check_variable(name: str) -> str:
     """Return the name of an environment variable that is set.
 
@@ -145,9 +149,12 @@ def store_url(store: str) -> str:
     """Return a store's URL with the values of the variables that it names.
 
     Raises:
-        ValueError: one is not set.
+        MissingSecretError: one is not set.
     """
-    check_store(store)
+    try:
+        check_store(store)
+    except ValueError as error:
+        raise MissingSecretError(f"run.store: {error}; set it") from None
     if _NAMED.fullmatch(store):
         return filled(store, os.environ)
     return _NAMED.sub(lambda found: quote(os.environ[found[1]], safe=""), store)

@@ -174,16 +174,15 @@ class RunFolder:
         names = (path.name.removeprefix("step-") for path in self.checkpoints.glob("step-*"))
         needed = {int(name) for name in names if name.isdigit()}.union(evaluated)
         for adapter in self.adapters.glob("*"):
-            versions = [path for path in adapter.glob("v*") if path.name[1:].isdigit()]
-            for path in sorted(versions)[:-keep]:
-                if int(path.name[1:]) not in needed and not (path / "keep").exists():
+            for version, path in _versions(adapter)[:-keep]:
+                if version not in needed and not (path / "keep").exists():
                     shutil.rmtree(path, ignore_errors=True)
 
-    def prune_logs(self, keep: int) -> None:
-        """Delete the logs of attempts but the ``keep`` newest."""
+    def prune_logs(self, keep: int, unfinished: Collection[str]) -> None:
+        """Delete the logs of attempts but the ``keep`` newest and those of unfinished rollouts."""
         logs: list[tuple[float, str]] = []
         for file in os.scandir(self.logs):
-            if _ATTEMPT_LOG.fullmatch(file.name):
+            if _ATTEMPT_LOG.fullmatch(file.name) and file.name[:24] not in unfinished:
                 with contextlib.suppress(FileNotFoundError):  # empty: its worker deleted it
                     logs.append((file.stat().st_mtime, file.path))
         for _, path in sorted(logs)[:-keep]:
@@ -300,11 +299,17 @@ def adapter_folders(config: ModelCommand, source: str | Path | None) -> dict[str
     return {name: found[name].absolute() for name in names}
 
 
+def _versions(adapter: Path) -> list[tuple[int, Path]]:
+    """Return an adapter's versions, oldest first; folders of other names are the user's."""
+    found = [path for path in adapter.glob("v*") if path.name[1:].isdigit()]
+    return sorted((int(path.name[1:]), path) for path in found)
+
+
 def _adapters_of(run: RunFolder, step: str, field: str) -> dict[str, Path]:
     """Return each adapter of a run, as of a step or (empty) the newest one kept."""
     found: dict[str, Path] = {}
     for folder in sorted(path for path in run.adapters.glob("*") if path.is_dir()):
-        versions = {str(int(path.name[1:])): path for path in sorted(folder.glob("v*"))}
+        versions = {str(version): path for version, path in _versions(folder)}
         version = step or next(reversed(versions), "")
         if version not in versions:
             raise ConfigError(

@@ -38,6 +38,7 @@ def open_store(folder: RunFolder, patience_s: float = PATIENCE_S) -> tuple[Store
 
     Raises:
         ConfigError: the store does not hold the run.
+        MissingSecretError: its password is not in the environment.
     """
     config, run_id = folder.read_config(), folder.run_id.read_text().strip()
     shared: str | None = recorded(config, "run.store", config.get("store"))  # once flat

@@ -244,7 +244,9 @@ class TrainingRun:
     def prune(self) -> None:
         """Delete old logs and, if the settings say so, old versions of the adapters."""
         how = self.config.run
-        self.folder.prune_logs(how.keep_logs)
+        # What prints into a deleted file is lost, and is bounded by nothing.
+        unfinished = self.store.unfinished_ids(self.run_id, Purpose.TRAIN)
+        self.folder.prune_logs(how.keep_logs, unfinished)
         if how.keep_adapters is not None:
             # Rollouts that run ahead, and the versions that vLLM loads again when it recovers.
             keep = how.keep_adapters + self.config.rollouts.max_staleness
