@@ -11,6 +11,7 @@ from cyclopts import Parameter
 from agentrl.config.errors import ConfigError
 from agentrl.console.output import print_line
 from agentrl.interrupts import end_in_order
+from agentrl_proxy.server.listening import is_loopback
 
 
 def tinker_server_command(
@@ -32,8 +33,6 @@ def tinker_server_command(
             better set AGENTRL_TINKER_SERVER_KEY. Without one: loopback only, every key accepted.
         allowed_host: Name by which clients may address the server, besides its address.
     """
-    from agentrl_proxy.server.uvicorn import is_loopback
-
     if api_key is None and not is_loopback(host):
         raise ConfigError(
             f"host: anyone who reaches {host!r} could train and sample; set the key that clients "
@@ -65,6 +64,6 @@ def tinker_server_command(
         host=host,
         allowed_hosts=allowed_host or (),
     )
-    end_in_order()
+    end_in_order(within_s=None)
     with contextlib.suppress(KeyboardInterrupt):  # told to stop, a server has done its work
         uvicorn.run(app, host=host, port=port, log_level="warning")
