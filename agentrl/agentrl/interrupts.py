@@ -27,15 +27,11 @@ class Interrupted(KeyboardInterrupt):
         self.code = 128 + number
 
 
-def _nothing() -> str:
-    return ""
-
-
 @dataclass
 class _Ending:
     in_order: bool = False
     within_s: float | None = None
-    last_words: Callable[[], str] = _nothing
+    last_words: Callable[[], str] = lambda: ""
     begun: bool = False
 
 
@@ -49,12 +45,14 @@ def handle_signals() -> None:
             signal.signal(number, _on_signal)
 
 
-def end_in_order(last_words: Callable[[], str] = _nothing, within_s: float | None = None) -> None:
+def end_in_order(
+    last_words: Callable[[], str] = lambda: "", within_s: float | None = END_WITHIN_S
+) -> None:
     """From now on the first signal raises ``Interrupted``.
 
     Args:
         last_words: what to print when the command ends before its work is done.
-        within_s: seconds after the signal at which the command ends at once.
+        within_s: seconds after the signal at which the command ends at once; None: no limit.
     """
     _ending.in_order, _ending.within_s, _ending.last_words = True, within_s, last_words
 

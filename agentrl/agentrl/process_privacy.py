@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import itertools
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from agentrl.config.secrets import passwords_in
+
 _PR_SET_DUMPABLE = 4  # <linux/prctl.h>
 _ARGUMENTS = slice(45, 47)  # of /proc/self/stat after the name: where they begin and end
-_SECRETS = re.compile(r"(?<=://)[^:/?#]*:([^@]+)@|[?&]\w*password=([^&]+)|^--[\w.-]*-key=(.+)")
+_KEYS = re.compile(r"^--[\w.-]*-key[=\n](.+)", re.MULTILINE)
 
 
 def hide_memory() -> None:
@@ -35,19 +36,20 @@ def hide_arguments(arguments: Sequence[str]) -> None:
     """Overwrite the keys and passwords among this process's arguments, which everyone may read."""
     if sys.platform != "linux":
         return
-    found = [group for one in arguments for m in _SECRETS.finditer(one) for group in m.groups()]
-    found += [
-        value
-        for flag, value in itertools.pairwise(arguments)
-        if flag.startswith("--") and flag.endswith("-key")
-    ]
-    if secrets := [os.fsencode(one) for one in found if one]:
+    found = [password for one in arguments for password in passwords_in(one)]
+    found += _KEYS.findall("\n".join(arguments))
+    if secrets := [os.fsencode(one) for one in found]:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         start, end = map(int, fields[_ARGUMENTS])
         said = ctypes.string_at(start, end - start)
         for secret in secrets:
             said = said.replace(secret, b"*" * len(secret))
         ctypes.memmove(start, said, len(said))
+
+
+def environment_without(withheld: Collection[str]) -> dict[str, str]:
+    """Return the environment of a child that must not know some variables."""
+    return {name: value for name, value in os.environ.items() if name not in withheld}
 
 
 @contextlib.contextmanager

@@ -101,7 +101,8 @@ def serve(store_path: str, run_id: str, ready: Any) -> None:
     from agentrl_proxy.app import create_app
     from agentrl_proxy.dependencies import ConnectionLimits, GatewayDependencies
     from agentrl_proxy.rendering.renderer import Renderer
-    from agentrl_proxy.server.uvicorn import bind, serve_on, url_of
+    from agentrl_proxy.server.listening import bind, url_of
+    from agentrl_proxy.server.uvicorn import serve_on
     from agentrl_tracer.store import Store
     from agentrl_tracer.store.writer import TraceWriter
 
@@ -120,7 +121,7 @@ def serve(store_path: str, run_id: str, ready: Any) -> None:
     )  # fmt: skip
     try:
         with bind("127.0.0.1", 0, operator_key=OPERATOR_KEY) as bound:
-            ready.put(url_of(bound))
+            ready.put(url_of(*bound.getsockname()))
             serve_on(create_app(deps), bound)
     finally:
         writer.close()

@@ -42,7 +42,6 @@ _MODEL_ROUTES: _Routes = {
     "/v1/completions": ("POST", Handlers.completions),
     "/v1/responses": ("POST", Handlers.responses),
     "/v1/responses/{response_id}": ("GET", Handlers.response),
-    "/v1/responses/{response_id}/input_items": ("GET", Handlers.response_input),
     "/v1/embeddings": ("POST", Handlers.embeddings),
     "/v1/messages": ("POST", Handlers.messages),
     "/v1/messages/count_tokens": ("POST", Handlers.count_tokens),
@@ -166,7 +165,6 @@ async def _sweep(handlers: Handlers) -> None:
 
 
 def _warm_up(renderer: Renderer) -> None:
-    """Import, compile and compute what the first requests would otherwise wait for."""
-    _ = renderer.longest_token
+    """Import and compile what the first reply would otherwise wait for."""
     for tools in (False, True):
         renderer.parser(tools=tools).finish("<")

@@ -9,11 +9,7 @@ import openai
 import pytest
 from gateway_client import BODY, HTTP, error_of, post
 from official_clients import TOOLS, USER, client
-from running_gateway import serving
 from scripted_sampler import OPERATOR_KEY, Running
-
-from agentrl_proxy.app import create_app
-from agentrl_proxy.server.uvicorn import bind, is_loopback
 
 OPERATOR = {"authorization": f"Bearer {OPERATOR_KEY}"}
 
@@ -147,17 +143,3 @@ def test_an_adapter_that_is_not_loaded(gateway: Running) -> None:
     response = post(gateway.base_url() + "/chat/completions", OPERATOR_KEY)
     assert response.status_code == 503
     assert error_of(response)["code"] == "adapter_not_loaded"
-
-
-def test_binding(gateway: Running) -> None:
-    with pytest.raises(ValueError, match="operator key"):
-        bind("0.0.0.0", 0, operator_key=None)
-    with bind("0.0.0.0", 0, operator_key="k") as bound:
-        assert bound.getsockname()[1] > 0
-        with pytest.raises(OSError, match="in use"):
-            bind("0.0.0.0", bound.getsockname()[1], operator_key="k")
-    assert is_loopback("127.0.0.1")
-    assert is_loopback("::1")
-    assert not is_loopback("example.org")
-    with serving(create_app(gateway.deps)) as url:
-        assert HTTP.get(f"{url}/healthz").status_code == 200

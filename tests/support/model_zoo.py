@@ -40,7 +40,7 @@ from agentrl_trainer.inference import SampleParams
 from agentrl_trainer.learner.learner import Learner
 from agentrl_trainer.learner.loss_options import AdamParams
 from agentrl_trainer.models.loading import ModelError, load_base
-from agentrl_trainer.models.lora import load_adapter_weights
+from agentrl_trainer.models.lora import load_adapter_weights, save_adapter
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 _START, _END = "<!-- made by tests/support/model_zoo.py -->", "<!-- until here -->"
@@ -228,10 +228,10 @@ def examine(kind: str, folder: Path) -> Seen:
     except ModelError as error:
         return Seen(why=f"refused: {error}".replace(f"{folder}/base", kind))
     lora_b_from(1, learner.model)
-    learner.save_adapter("default", folder / "v1")
+    save_adapter(learner.model, "default", folder / "v1")
     seen = Seen(trains="shared" if learner.why_not_shared is None else "rows")
     seen.logprobs, seen.gradients = _train(learner, folder)
-    learner.save_adapter("default", folder / "v2")
+    save_adapter(learner.model, "default", folder / "v2")
     try:
         seen.samples, sampled = _sample(folder)
         seen.logprobs = max(seen.logprobs, sampled)

@@ -17,7 +17,8 @@ from scripted_sampler import OPERATOR_KEY, Running, ScriptedSampler
 from agentrl_proxy.app import create_app
 from agentrl_proxy.dependencies import ConnectionLimits, GatewayDependencies
 from agentrl_proxy.rendering.renderer import Renderer
-from agentrl_proxy.server.uvicorn import bind, server_of, url_of
+from agentrl_proxy.server.listening import bind, url_of
+from agentrl_proxy.server.uvicorn import server_of
 from agentrl_tracer.schemas import NewRollout, Purpose
 from agentrl_tracer.store import Store
 from agentrl_tracer.store.writer import TraceWriter
@@ -54,7 +55,7 @@ def serving(app: Any) -> Iterator[str]:
             while not server.started:
                 assert thread.is_alive(), "the gateway did not start"
                 time.sleep(0.01)
-            yield url_of(bound)
+            yield url_of(*bound.getsockname())
         finally:
             server.should_exit = True
             thread.join(timeout=deps.limits.grace_s + 10)

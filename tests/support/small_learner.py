@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -14,7 +15,8 @@ from torch import Tensor
 
 from agentrl_trainer.data.training_row import TrainingRow, with_extra
 from agentrl_trainer.learner.learner import Learner
-from agentrl_trainer.learner.loss_options import AdamParams
+from agentrl_trainer.learner.loss_options import AdamParams, LossConfig
+from agentrl_trainer.learner.step_stats import StepStats
 from agentrl_trainer.models.loading import BaseModel
 
 VOCAB = 61
@@ -132,3 +134,12 @@ def assert_same(left: dict[str, Tensor], right: dict[str, Tensor], **tolerance: 
     assert left.keys() == right.keys()
     for key, value in left.items():
         torch.testing.assert_close(value, right[key], **tolerance, msg=lambda m, k=key: f"{k}: {m}")
+
+
+def one_step(
+    learner: Learner, rows: Sequence[TrainingRow], loss: str = "importance_sampling",
+    loss_config: LossConfig | None = None, adam: AdamParams | None = None,
+) -> StepStats:  # fmt: skip
+    """Make one whole optimizer step on these rows."""
+    stats, optim = learner.forward_backward(rows, loss, loss_config), learner.optim_step(adam)
+    return replace(stats, grad_norm=optim.grad_norm, skipped_non_finite=optim.skipped_non_finite)

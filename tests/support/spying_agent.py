@@ -4,10 +4,13 @@ As a script it is the trainer: it runs two rollouts at a time and prints what th
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import re
+import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -61,6 +64,20 @@ def spy(task):
     return 1.0
 
 
+@contextlib.contextmanager
+def gateway():
+    """A gateway's process, as the supervisor starts it again: it has begun to read its plan."""
+    command = [sys.executable, "-m", "agentrl.gateway.process", "0"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        os.write(process.stdin.fileno(), b"{")
+        while int.from_bytes(fcntl.ioctl(process.stdin, termios.FIONREAD, bytes(4)), "little"):
+            assert process.poll() is None
+            time.sleep(0.02)
+        yield
+        assert process.poll() is None
+        process.kill()
+
+
 def main(folder, settings):
     from runner_harness import RunnerHarness
 
@@ -82,7 +99,8 @@ def main(folder, settings):
 
     harness.pools.append(start_pool(replace(config, agent=spec)))
     task = {"meeting": f"{folder}/meeting", "meets": not given, "files": files, "terces": "x" * 40}
-    attempts = harness.finish(harness.enqueue(task, 2), 40)
+    with contextlib.nullcontext() if given else gateway():
+        attempts = harness.finish(harness.enqueue(task, 2), 40)
     logs = [Path(one.log or os.devnull).read_text() for one in attempts]
     errors = [one.error for one in attempts if one.error]
     modes = {str(p): oct(p.stat().st_mode & 0o777) for p in harness.folder.glob("logs/*")}

@@ -8,7 +8,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from agentrl.console.output import console, print_line
-from agentrl.interrupts import END_WITHIN_S, end_in_order
+from agentrl.interrupts import end_in_order
 
 
 def export_command(
@@ -25,7 +25,7 @@ def export_command(
     """Write a trained adapter as a PEFT folder or a merged model, and print how to serve it."""
     from agentrl.export.adapter import export
 
-    end_in_order(within_s=END_WITHIN_S)
+    end_in_order()
     with console.status("merging" if merged else "copying"):
         exported = export(
             source, out, merged=merged, model=model, adapter=adapter,

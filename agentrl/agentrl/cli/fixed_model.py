@@ -9,7 +9,7 @@ from rich.progress import Progress
 from agentrl.config.commands import EvalConfig, RunConfig
 from agentrl.config.settings import AdapterSettings
 from agentrl.console.output import console, print_sentences
-from agentrl.interrupts import END_WITHIN_S, end_in_order
+from agentrl.interrupts import end_in_order
 from agentrl.runs.folder import RunFolder, adapter_folders
 from agentrl.training.session import Session
 from agentrl_tracer.schemas import Call, Json, NewRollout, Rollout, SkipReason
@@ -35,7 +35,7 @@ def execute(
     config.adapters = config.adapters or {name: AdapterSettings() for name in adapters}
     folder = RunFolder.create(config.run.folder, None, kind)
     session = Session(folder, config, kind, adapter_paths=adapters, asks_for=asks_for)
-    end_in_order(lambda: f"recorded so far: {folder.root}", within_s=END_WITHIN_S)
+    end_in_order(lambda: f"recorded so far: {folder.root}")
     store = session.store
     planned = plan(store.add_tasks(session.run_id, kind, tasks))
     with session, Progress(console=console, transient=True) as progress:

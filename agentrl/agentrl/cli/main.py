@@ -12,7 +12,6 @@ from typing import Any
 from cyclopts import App, CycloptsError, MissingArgumentError, Parameter
 
 from agentrl import __version__
-from agentrl.config.commands import COMMANDS
 from agentrl.console.output import LogLines, print_error, print_line, stderr
 from agentrl.interrupts import Interrupted, end_at_once, last_words
 
@@ -24,21 +23,22 @@ app = App(
     suppress_keyboard_interrupt=False,
 )
 runs_app = App(name="runs", help="Look at earlier runs.")
-_COMMANDS = {
+_COMMANDS = {  # with settings: they read their own flags, see config/loading.py
     "train": "Train a LoRA adapter for an agent.",
     "eval": "Run an agent on tasks and count its successes.",
     "run": "Run an agent on one task and print its trace.",
     "serve": "Serve a model, with or without a trained adapter, over the OpenAI API.",
     "runner": "Run rollouts of a run in progress, from this or another machine.",
+}
+_OTHERS = {
     "export": "Write a trained adapter as a PEFT folder or a merged model, for vLLM, Ollama and "
     "others.",
     "tinker-server": "Run scripts for Tinker's SDK on this machine: serve its protocol.",
 }
 _OWN_FLAGS: dict[str, Any] = {"help_flags": [], "version_flags": []}
-for _name, _help in _COMMANDS.items():
+for _name, _help in (_COMMANDS | _OTHERS).items():
     _module = _name.replace("-", "_")
-    # Commands with settings read their own flags, see config/loading.py.
-    _own = _OWN_FLAGS if _name in COMMANDS else {}
+    _own = _OWN_FLAGS if _name in _COMMANDS else {}
     app.command(f"agentrl.cli.{_module}:{_module}_command", name=_name, help=_help, **_own)
 app.command(runs_app)
 runs_app.command("agentrl.cli.runs:list_command", name="list", help="List the runs in a folder.")
@@ -56,7 +56,7 @@ runs_app.command(
 
 def _keep_secrets(tokens: list[str]) -> None:
     """Let agents of this user read neither memory nor arguments of a command that has keys."""
-    if tokens and tokens[0] in (*COMMANDS, "tinker-server"):
+    if tokens and tokens[0] in (*_COMMANDS, "tinker-server"):
         from agentrl.process_privacy import hide_arguments, hide_memory
 
         hide_memory()
@@ -77,7 +77,7 @@ def main() -> None:
     try:
         if sys.platform == "win32":
             raise ValueError("agentrl runs on Linux and macOS. On Windows, run it in WSL.")
-        if tokens and tokens[0] in COMMANDS and {"-h", "--help", "--help-all"} & {*tokens}:
+        if tokens and tokens[0] in _COMMANDS and {"-h", "--help", "--help-all"} & {*tokens}:
             from agentrl.cli.help import print_help
 
             print_help(tokens[0], everything="--help-all" in tokens)

@@ -18,7 +18,7 @@ from agentrl.config.secrets import secret_variables, store_url, variables_in
 from agentrl.config.setting_names import recorded
 from agentrl.config.settings import RunnerSettings
 from agentrl.console.output import print_line
-from agentrl.interrupts import END_WITHIN_S, end_in_order
+from agentrl.interrupts import end_in_order
 from agentrl.runner.pool_client import start_pool
 from agentrl.runner.protocol import RunnerConfig
 from agentrl_tracer.store import Store
@@ -32,7 +32,7 @@ def runner_command(*tokens: Tokens) -> None:
     store = Store(store_url(settings.run.store))
     run = _find_run(store, settings.run.id)
     config = runner_config(settings, run)
-    end_in_order(within_s=END_WITHIN_S)
+    end_in_order()
     pool = start_pool(config).supervise()
     print_line(
         f"{config.runners} runners for {run['name']} ({run['id']}), agent {config.agent}; "

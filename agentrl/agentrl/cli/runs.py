@@ -11,11 +11,12 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from agentrl.config.errors import ConfigError
+from agentrl.config.secrets import MissingSecretError
 from agentrl.console.output import console, print_block, print_line
 from agentrl.console.report import Metrics, runs_table, show_run, show_verified
 from agentrl.console.trace_tree import rollout_trace
 from agentrl.runs.folder import RunFolder
-from agentrl.runs.recorded import open_store, resume_command, state_of
+from agentrl.runs.recorded import how_to_continue, open_store, state_of
 from agentrl_tracer.schemas import Json
 from agentrl_tracer.store import StoreError
 
@@ -27,28 +28,29 @@ def list_command(
 ) -> None:
     """List the runs in a folder."""
     found: list[tuple[Json, str, Metrics]] = []
+    advice: list[str] = []
     faults: list[str] = []
-    interrupted: list[RunFolder] = []
     for name in sorted(os.listdir(runs)) if runs.exists() else ():
         folder = RunFolder(runs / name)
         try:
-            files = os.listdir(folder.root) if folder.root.is_dir() else ()
-            if not {folder.config.name, folder.run_id.name} <= {*files}:
+            # Listed, because ``exists`` is False for a folder that may not be looked into.
+            if not (folder.root.is_dir() and os.listdir(folder.root) and folder.exists()):
                 continue
             store, run = open_store(folder, _PATIENCE_S)
             with contextlib.closing(store):
-                found.append((run, state_of(folder, run), store.metrics(run["id"])))
-        except (StoreError, ConfigError, OSError) as error:
-            faults.append(str(error))
+                state = state_of(folder, run)
+                found.append((run, state, store.metrics(run["id"])))
+        except (StoreError, ConfigError, MissingSecretError, OSError) as error:
+            faults.append(f"{folder.root}: {error}")
             continue
-        if found[-1][1] == "interrupted" and run["kind"] == "train":
-            interrupted.append(folder)
+        if state == "interrupted" and run["kind"] == "train":
+            advice.append(f"{folder.name} was interrupted; {how_to_continue(folder)}")
     if found:
         print_block(runs_table(found, console.width))
     elif not faults:
         print_line(f"no runs in {runs}")
-    for folder in interrupted:
-        print_line(f"{folder.name} was interrupted; continue it with:  {resume_command(folder)}")
+    for line in advice:
+        print_line(line)
     if faults:  # after the others
         raise StoreError("\n".join(faults))
 
@@ -59,12 +61,12 @@ def show_command(
     rollout: Annotated[str | None, Parameter(help="Show the trace of this rollout.")] = None,
 ) -> None:
     """Show a run's steps and where its calls went, or the trace of one of its rollouts."""
-    folder = RunFolder.existing(run)
+    folder = RunFolder.existing(run, "run")
     store, found_run = open_store(folder)
     with contextlib.closing(store):
         if rollout is None:
             state = state_of(folder, found_run)
-            show_run(console, store, found_run, state, resume_command(folder))
+            show_run(console, store, found_run, state, how_to_continue(folder))
             return
         found = store.rollouts(found_run["id"], ids=[rollout])
         if not found:
@@ -76,8 +78,7 @@ def verify_command(
     run: Annotated[Path, Parameter(help="Run folder, for instance runs/hello.")],
 ) -> None:
     """Count a run's calls one by one, and compare them with its sums; the exit code is 1 if not."""
-    folder = RunFolder.existing(run)
-    store, found = open_store(folder)
+    store, found = open_store(RunFolder.existing(run, "run"))
     with contextlib.closing(store):
         verified = store.verify(found["id"])
     show_verified(console, verified)

@@ -17,13 +17,12 @@ from agentrl.gateway.process import GatewayPlan
 from agentrl.interrupts import end_in_order
 from agentrl.runs.folder import adapter_folders
 from agentrl.samplers.vllm.server import planned_server
+from agentrl_proxy.server.listening import bind, url_of
 from agentrl_tracer.store import Store
 
 
 def serve_command(*tokens: Tokens) -> None:
     """Serve a model, with or without trained adapters, over the OpenAI API."""
-    from agentrl_proxy.server.uvicorn import bind, url_of
-
     config = load(ServeConfig, tokens)
     listen = config.gateway
     adapters = adapter_folders(config, config.model.adapter_path)
@@ -31,7 +30,7 @@ def serve_command(*tokens: Tokens) -> None:
         sock = bind(listen.host, listen.port, operator_key=listen.operator_key)
     except (ValueError, OSError) as error:
         raise ConfigError(f"gateway.host/gateway.port: {error}") from error
-    url, names = url_of(sock), list(adapters) or [config.model.name]
+    url, names = url_of(*sock.getsockname()[:2]), list(adapters) or [config.model.name]
     body = {"model": names[0], "messages": [{"role": "user", "content": "Who are you?"}]}
     key = " -H 'authorization: Bearer '$KEY" if listen.operator_key else ""
     print_line(f"{' and '.join(names)} answers at {url}/v1 once the model is loaded. Try:\n")
@@ -55,7 +54,8 @@ def serve_command(*tokens: Tokens) -> None:
     )
     gateway = GatewayHandle(plan, None, sock)
     with contextlib.ExitStack() as stack, contextlib.suppress(KeyboardInterrupt):
-        end_in_order()  # within gateway.grace; told to stop, a server has done its work: code 0
+        # Within gateway.grace. Told to stop, a server has done its work: code 0.
+        end_in_order(within_s=None)
         if vllm is not None:
             stack.callback(vllm.stop)
             log.parent.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,8 @@ from cyclopts import Parameter
 
 from agentrl.config.errors import ConfigError
 from agentrl.console.output import print_line
-from agentrl.interrupts import END_WITHIN_S, begin_end, end_in_order
+from agentrl.interrupts import begin_end, end_in_order
+from agentrl_proxy.server.listening import bind, is_loopback, url_of
 
 
 def tinker_server_command(
@@ -33,8 +34,6 @@ def tinker_server_command(
             better set AGENTRL_TINKER_SERVER_KEY. Without one: loopback only, every key accepted.
         allowed_host: Name by which clients may address the server, besides its address.
     """
-    from agentrl_proxy.server.uvicorn import bind, is_loopback, url_of
-
     if api_key is None and not is_loopback(host):
         raise ConfigError(
             f"host: anyone who reaches {host!r} could train and sample; set the key that clients "
@@ -62,8 +61,9 @@ def tinker_server_command(
     except (ValueError, OSError) as error:
         raise ConfigError(f"host/port: {error}") from error
     torch.set_num_threads(1)  # training and sampling threads share the cores
+    url = url_of(*sock.getsockname()[:2])
     key = "tml-local" if api_key is None else "$AGENTRL_TINKER_SERVER_KEY"
-    print_line(f"Run your scripts with\n\nTINKER_BASE_URL={url_of(sock)} TINKER_API_KEY={key}\n")
+    print_line(f"Run your scripts with\n\nTINKER_BASE_URL={url} TINKER_API_KEY={key}\n")
     app = create_app(
         folder,
         list(models) or ["agentrl-tiny"],
@@ -78,6 +78,6 @@ def tinker_server_command(
             self.should_exit = True
 
     config = uvicorn.Config(app, log_level="warning")
-    end_in_order(within_s=END_WITHIN_S)
+    end_in_order()
     with contextlib.suppress(KeyboardInterrupt):  # told to stop, a server has done its work
         Server(config).run(sockets=[sock])

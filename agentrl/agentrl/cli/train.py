@@ -12,10 +12,10 @@ from agentrl.config.loading import load, load_tasks, resume_of, steps_of
 from agentrl.console.live import TrainDisplay
 from agentrl.console.output import console, print_block, print_line
 from agentrl.console.report import serve_command, training_report
-from agentrl.interrupts import END_WITHIN_S, end_in_order
+from agentrl.interrupts import end_in_order
 from agentrl.runner.agent_spec import validate_agent
 from agentrl.runs.folder import RunFolder, how_to_fetch
-from agentrl.runs.recorded import resume_command
+from agentrl.runs.recorded import how_to_continue
 from agentrl.timing import heavy_imports
 from agentrl.training.resume import check_resume, return_to_start, tell_changes
 from agentrl.training.session import Session
@@ -29,11 +29,9 @@ def train_command(*tokens: Tokens) -> None:
     tinker on Tinker or any server that speaks its protocol; docs/client.md says what differs.
     """
     config, resume = load(TrainConfig, tokens), resume_of(tokens)
-    if resume is not None:
-        folder = RunFolder.existing(resume)
+    folder = None if resume is None else RunFolder.existing(resume, "resume")
+    if folder is not None:
         return_to_start(folder, print_line)
-    else:
-        folder = None
     validate_agent(config.agent.entrypoint, other_python=config.agent.python is not None)
     tasks = load_tasks(config.agent.tasks, "agent.tasks")
     held_out = config.evaluation.tasks
@@ -45,7 +43,7 @@ def train_command(*tokens: Tokens) -> None:
         tell_changes(check_resume(folder, config, tasks, eval_tasks), print_line)
     else:
         folder = RunFolder.create(config.run.folder, config.run.name, "train")
-    end_in_order(partial(_how_to_continue, folder), within_s=END_WITHIN_S)
+    end_in_order(partial(how_to_continue, folder))
     print_line((f"run folder {folder.root}", "dim"))
     print_line(("loading torch, the gateway and the runners", "dim"))
     with (
@@ -66,8 +64,3 @@ def train_command(*tokens: Tokens) -> None:
     for command in fetched or [serve_command(folder, config.model)]:
         what = "it is on Tinker; fetch it" if fetched else "serve it"
         print_line(f"{what}:  ", (command, "bold cyan"))
-
-
-def _how_to_continue(folder: RunFolder) -> str:
-    command = resume_command(folder)
-    return f"continue it with:  {command}" if command else ""

@@ -19,7 +19,8 @@ from agentrl.config.algorithm_options import table_of
 from agentrl.config.commands import COMMANDS, JoinConfig, ModelCommand, TrainConfig
 from agentrl.config.errors import ConfigError, explain, unknown_setting
 from agentrl.config.renamed_settings import RENAMED
-from agentrl.config.setting_names import flag_of, nearest, settings_of
+from agentrl.config.secrets import store_url
+from agentrl.config.setting_names import flag_of, flattened, nearest, settings_of
 from agentrl_tracer.schemas import Json
 
 Config = TypeVar("Config", bound="ModelCommand | JoinConfig")
@@ -42,6 +43,7 @@ def load(
 
     Raises:
         ConfigError: names each setting that is wrong, and the fix.
+        MissingSecretError: the resumed run's store needs a variable that is not set.
     """
     given, rest = _parse_flags(command, tokens)
     file, resume = given.pop("config"), given.pop("resume", None)
@@ -51,11 +53,10 @@ def load(
         *(_nested(name, value) for name, value in given.items()),
         *({"agent": {"entrypoint": agent}} for agent in rest),
     )
-    before = _resumed(resume, settings) if resume else {}
     if resume:  # the run's own paths begin where it was started
-        settings = _from_here(settings)
+        settings = _merged(_resumed(resume, settings), _from_here(settings))
     try:
-        return command.model_validate(_merged(before, settings))
+        return command.model_validate(settings)
     except ValidationError as error:
         raise ConfigError(explain(error, command)) from error
 
@@ -157,18 +158,14 @@ def _from_environment(command: type[BaseModel], environment: Mapping[str, str]) 
     return given
 
 
-def _from_here(settings: Mapping[str, Any], within: str = "") -> dict[str, Any]:
+def _from_here(settings: dict[str, Any]) -> dict[str, Any]:
     """Make the paths among settings absolute, of what is in the working directory."""
-    found: dict[str, Any] = {}
-    for key, value in settings.items():
-        name = f"{within}{key}"
-        if isinstance(value, Mapping):
-            value = _from_here(value, f"{name}.")
-        elif isinstance(value, str) and name in _MAY_BE_PATHS:
-            path, colon, function = value.partition(":")
-            value = str(Path(path).absolute()) + colon + function if Path(path).exists() else value
-        found[key] = value
-    return found
+    for name, value in flattened(settings).items():
+        path, colon, function = str(value).partition(":")
+        if name in _MAY_BE_PATHS and os.path.exists(path):
+            whole = f"{Path(path).absolute()}{colon}{function}"
+            settings = _merged(settings, _nested(name, whole))
+    return settings
 
 
 def _resumed(folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -185,6 +182,8 @@ def _resumed(folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
             f"resume: {folder} was started by an earlier version, whose settings were flat; it can "
             "be looked at (`agentrl runs show`), evaluated and served, but not continued"
         )
+    if (store := settings["run"].get("store")) and "store" not in given.get("run", {}):
+        store_url(store)  # the settings are right, but their password is not here
     algorithm = settings["algorithm"]
     for what in ("loss", "estimator"):
         if given.get("algorithm", {}).get(what, algorithm[what]) != algorithm[what]:

@@ -36,6 +36,10 @@ _USER = re.compile(r"://[^/?#]*@|[?&]([^=&]*)=")
 _SECRET_HEADER = re.compile(rf"{_SECRET.pattern}|[-_]?key$")
 
 
+class MissingSecretError(RuntimeError):
+    """A run's records name an environment variable that is not set."""
+
+
 def check_variable(name: str) -> str:
     """Return the name of an environment variable that is set.
 
@@ -119,6 +123,11 @@ def check_store(url: str) -> str:
     return url
 
 
+def passwords_in(text: str) -> list[str]:
+    """Return the passwords in a text's URLs."""
+    return [found[2] or found[4] for found in _PASSWORD.finditer(text)]
+
+
 def without_password(store: str) -> str:
     """Return a store's URL as it may be recorded: a reference stands for its password."""
     return _PASSWORD.sub(
@@ -140,9 +149,12 @@ def store_url(store: str) -> str:
     """Return a store's URL with the values of the variables that it names.
 
     Raises:
-        ValueError: one is not set.
+        MissingSecretError: one is not set.
     """
-    check_store(store)
+    try:
+        check_store(store)
+    except ValueError as error:
+        raise MissingSecretError(f"run.store: {error}; set it") from None
     if _NAMED.fullmatch(store):
         return filled(store, os.environ)
     return _NAMED.sub(lambda found: quote(os.environ[found[1]], safe=""), store)

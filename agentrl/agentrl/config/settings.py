@@ -347,7 +347,7 @@ class TrainRunSettings(RunFolderSettings):
     """Newest versions of each adapter to keep; by default all. Versions that were evaluated, those
     of kept checkpoints, and folders that hold a file named keep stay."""
     keep_logs: Count = 1000
-    """Newest logs of attempts to keep."""
+    """Newest logs of attempts to keep; those of unfinished rollouts stay, too."""
 
 
 class ServeRunSettings(Table):

@@ -162,16 +162,13 @@ def runs_table(runs: Sequence[tuple[Json, str, Metrics]], width: int) -> Table:
     return table
 
 
-def show_run(console: Console, store: Store, run: Json, state: str, resume: str = "") -> None:
-    """Show a run: steps, how rollouts ended, where calls went, and how their prompts began.
-
-    ``resume``: the command that continues it.
-    """
+def show_run(console: Console, store: Store, run: Json, state: str, how_to_continue: str) -> None:
+    """Show a run: steps, how rollouts ended, where calls went, and how their prompts began."""
     run_id: str = run["id"]
     accounting, outcomes = store.accounting(run_id), store.outcomes(run_id)
     print_line((run["name"], "bold"), f" ({run['kind']}, {state})", to=console)
     if run["kind"] == "train" and state in ("interrupted", "failed"):
-        print_line("continue it with:  ", (resume, "cyan"), to=console)
+        print_line((how_to_continue, "cyan"), to=console)
     columns = {
         "mean reward": (REWARD, "+.3f"),
         "held-out": (HELD_OUT, ".0%"),

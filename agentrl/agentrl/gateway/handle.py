@@ -16,7 +16,9 @@ import httpx
 
 from agentrl.config.secrets import secret_variables
 from agentrl.gateway.process import CANNOT_START, GatewayPlan, run_gateway
+from agentrl.process_privacy import environment_without
 from agentrl.supervisor import SupervisedProcess, end_with_parent
+from agentrl_proxy.server.listening import url_of
 
 _HOPELESS_DEATHS = 5  # in a row, after which ``watch`` gives up
 _LIVED_S = 30.0  # of health, after which earlier deaths are forgotten
@@ -35,18 +37,16 @@ class GatewayHandle(SupervisedProcess):
             "gateway",
             [sys.executable, "-m", "agentrl.gateway.process", str(listening.fileno())],
             log,
+            environment_without(secret_variables(plan)),
             stdin=handed_over(plan),
             pass_fds=[listening.fileno()],
             grace_s=plan.gateway.grace + _STOP_S,
             cannot_start=CANNOT_START,
         )
-        for name in secret_variables(plan):
-            self.env.pop(name, None)
         self._plan = plan
         self._socket = listening
         host, port = listening.getsockname()[:2]
-        here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, str(host))
-        self.url = f"http://[{here}]:{port}" if ":" in here else f"http://{here}:{port}"
+        self.url = url_of({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
         self._client = httpx.Client(
             base_url=self.url,
             headers={"authorization": f"Bearer {key}"} if (key := plan.operator_key) else {},
@@ -69,7 +69,7 @@ class GatewayHandle(SupervisedProcess):
                 address = str(route.getsockname()[0])
         except OSError:  # no network
             address = socket.gethostname()
-        return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+        return url_of(address, port)
 
     def start(self) -> None:
         """Start the process, as a fork of this one where that is safe and saves the imports."""

@@ -8,11 +8,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from agentrl.process_privacy import environment_without
 from agentrl.runner.agent_process.confinement import check_confinement
 from agentrl.runner.agent_process.environment import (
     check_environment,
     find_certificates_by_name,
-    runner_environment,
 )
 from agentrl.runner.agent_process.external_python import check_python
 from agentrl.runner.agent_spec import parse_agent, validate_agent
@@ -47,7 +47,7 @@ def start_pool(config: RunnerConfig) -> SupervisedProcess:
         )
     validate_agent(config.agent, other_python=config.python is not None)
     check_confinement(config)
-    env = runner_environment(config)
+    env = environment_without(config.withheld)
     find_certificates_by_name(env)
     if sys.platform == "darwin":
         # macOS kills forked children whose parent has touched Objective-C, as many libraries do

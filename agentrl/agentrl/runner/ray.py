@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 from agentrl.runner.agent_process.environment import check_environment
 from agentrl.runner.agent_spec import validate_agent
 from agentrl.runner.protocol import RunnerConfig
+from agentrl_proxy.server.listening import url_of
 
 logger = logging.getLogger("agentrl.runner")
 
@@ -181,21 +182,20 @@ def _within_reach(ray: Any, config: RunnerConfig, gateway_host: str | None) -> R
         )
     if config.store.startswith("sqlite"):
         raise ValueError(
-            f"store: the Ray cluster has {count} nodes, which cannot share an SQLite file; give a "
-            "PostgreSQL URL with --store"
+            f"run.store: the Ray cluster has {count} nodes, which cannot share an SQLite file; "
+            "give a PostgreSQL URL with --run.store"
         )
     if gateway_host.startswith(_LOOPBACK):
         raise ValueError(
-            f"gateway_host: {gateway_host} is out of reach of the Ray cluster's other nodes (it "
-            f"has {count}); set --gateway-host 0.0.0.0, or this machine's address in their network"
+            f"gateway.host: {gateway_host} is out of reach of the Ray cluster's other nodes (it "
+            f"has {count}); set --gateway.host 0.0.0.0, or this machine's address in their network"
         )
     parts = urlsplit(config.gateway)
     if not (parts.hostname or "").startswith(_LOOPBACK):
         return config
     # It listens everywhere; other nodes need this machine's address.
     address = ray.util.get_node_ip_address()
-    host = f"[{address}]" if ":" in address else address
-    return replace(config, gateway=parts._replace(netloc=f"{host}:{parts.port}").geturl())
+    return replace(config, gateway=url_of(address, parts.port or 80))
 
 
 def check_reach(config: RunnerConfig) -> None:
@@ -205,8 +205,10 @@ def check_reach(config: RunnerConfig) -> None:
         socket.create_connection((parts.hostname or "", parts.port or 80), _REACH_S).close()
     except OSError as error:
         raise RuntimeError(
-            f"gateway_host: {here} cannot reach {config.gateway} ({error}); see --gateway-host"
+            f"gateway.host: {here} cannot reach {config.gateway} ({error}); see --gateway.host"
         ) from error
     file = config.store.partition("sqlite:///")[2]
     if file and not Path(file).exists():
-        raise RuntimeError(f"store: {here} has no {file}; other machines need a PostgreSQL store")
+        raise RuntimeError(
+            f"run.store: {here} has no {file}; other machines need a PostgreSQL store"
+        )

@@ -16,12 +16,14 @@ import time
 import weakref
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from agentrl.config.commands import ModelCommand
 from agentrl.config.errors import ConfigError
-from agentrl.config.settings import Readers
 from agentrl.process_privacy import open_private
+
+if TYPE_CHECKING:
+    from agentrl.config.commands import ModelCommand
+    from agentrl.config.settings import Readers
 
 logger = logging.getLogger("agentrl")
 
@@ -55,7 +57,7 @@ class RunFolder:
 
         Raises:
             ConfigError: the name is taken.
-            OSError: nothing can be written there.
+            RuntimeError: nothing can be written there.
         """
         if name is None:
             stamp = f"{prefix}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -76,11 +78,20 @@ class RunFolder:
         return folder
 
     @classmethod
-    def existing(cls, path: Path) -> RunFolder:
+    def existing(cls, path: Path, field: str) -> RunFolder:
+        """Return the folder of a run that was begun; ``field`` is the setting's name, for errors.
+
+        Raises:
+            ConfigError: there is none.
+        """
         folder = cls(path)
-        if not folder.config.is_file() or not folder.run_id.is_file():
-            raise ConfigError(f"resume: {str(path)!r} is no run folder: it has no config.json")
+        if not folder.exists():
+            raise ConfigError(f"{field}: {str(path)!r} is no run folder: it has no config.json")
         return folder
+
+    def exists(self) -> bool:
+        """Tell whether a run was begun here."""
+        return self.config.is_file() and self.run_id.is_file()
 
     def lock(self) -> None:
         """Let no other process write here until this one ends or this object is gone.
@@ -91,7 +102,7 @@ class RunFolder:
 
         Raises:
             ConfigError: another process has the lock; names it.
-            OSError: nothing can be written here.
+            RuntimeError: nothing can be written here.
         """
         if self._locked:
             return
@@ -157,7 +168,12 @@ class RunFolder:
         self.root.chmod(0o700 | more & 0o011)
 
     def write(self, path: Path, text: str) -> None:
-        _replace(path, text)
+        """Write a file as a whole: a reader never sees half of it."""
+        temporary = path.with_suffix(path.suffix + ".tmp")
+        temporary.unlink(missing_ok=True)
+        with open_private(temporary) as file:
+            file.write(text.encode())
+        os.replace(temporary, path)
 
     def prune_adapters(self, keep: int, evaluated: Collection[int]) -> None:
         """Delete versions that neither the ``keep`` newest nor anything else needs.
@@ -167,16 +183,15 @@ class RunFolder:
         names = (path.name.removeprefix("step-") for path in self.checkpoints.glob("step-*"))
         needed = {int(name) for name in names if name.isdigit()}.union(evaluated)
         for adapter in self.adapters.glob("*"):
-            versions = [path for path in adapter.glob("v*") if path.name[1:].isdigit()]
-            for path in sorted(versions)[:-keep]:
-                if int(path.name[1:]) not in needed and not (path / "keep").exists():
+            for version, path in _versions(adapter)[:-keep]:
+                if version not in needed and not (path / "keep").exists():
                     shutil.rmtree(path, ignore_errors=True)
 
-    def prune_logs(self, keep: int) -> None:
-        """Delete the logs of attempts but the ``keep`` newest."""
+    def prune_logs(self, keep: int, unfinished: Collection[str]) -> None:
+        """Delete the logs of attempts but the ``keep`` newest and those of unfinished rollouts."""
         logs: list[tuple[float, str]] = []
         for file in os.scandir(self.logs):
-            if _ATTEMPT_LOG.fullmatch(file.name):
+            if _ATTEMPT_LOG.fullmatch(file.name) and file.name[:24] not in unfinished:
                 with contextlib.suppress(FileNotFoundError):  # empty: its worker deleted it
                     logs.append((file.stat().st_mtime, file.path))
         for _, path in sorted(logs)[:-keep]:
@@ -203,23 +218,14 @@ class RunFolder:
     def drop_metrics_after(self, step: int) -> None:
         """Drop the rows that a run that is resumed after ``step`` will make again."""
         kept = [row for row in self.read_metrics() if row["step"] <= step]
-        _replace(self.metrics, "".join(map(_line, kept)))
+        self.write(self.metrics, "".join(map(_line, kept)))
 
 
-def _unwritable(error: OSError) -> OSError:
-    return OSError(
-        f"runs: cannot write {error.filename or 'there'}: {error.strerror}; this user "
-        "must find room and be allowed to write there, or name another folder with --runs"
+def _unwritable(error: OSError) -> RuntimeError:  # no fault of the settings
+    return RuntimeError(
+        f"runs: cannot write {error.filename or 'there'}: {error.strerror}; this user must find "
+        "room and be allowed to write there, or name another folder with --runs"
     )
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file as a whole: a reader never sees half of it."""
-    temporary = path.with_suffix(path.suffix + ".tmp")
-    temporary.unlink(missing_ok=True)
-    with open_private(temporary) as file:
-        file.write(text.encode())
-    os.replace(temporary, path)
 
 
 def strict(value: Any) -> Any:
@@ -307,11 +313,17 @@ def adapter_folders(config: ModelCommand, source: str | Path | None) -> dict[str
     return {name: found[name].absolute() for name in names}
 
 
+def _versions(adapter: Path) -> list[tuple[int, Path]]:
+    """Return an adapter's versions, oldest first; folders of other names are the user's."""
+    found = [path for path in adapter.glob("v*") if path.name[1:].isdigit()]
+    return sorted((int(path.name[1:]), path) for path in found)
+
+
 def _adapters_of(run: RunFolder, step: str, field: str) -> dict[str, Path]:
     """Return each adapter of a run, as of a step or (empty) the newest one kept."""
     found: dict[str, Path] = {}
     for folder in sorted(path for path in run.adapters.glob("*") if path.is_dir()):
-        versions = {str(int(path.name[1:])): path for path in sorted(folder.glob("v*"))}
+        versions = {str(version): path for version, path in _versions(folder)}
         version = step or next(reversed(versions), "")
         if version not in versions:
             raise ConfigError(

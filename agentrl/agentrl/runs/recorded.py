@@ -38,6 +38,7 @@ def open_store(folder: RunFolder, patience_s: float = PATIENCE_S) -> tuple[Store
 
     Raises:
         ConfigError: the store does not hold the run.
+        MissingSecretError: its password is not in the environment.
     """
     config, run_id = folder.read_config(), folder.run_id.read_text().strip()
     shared: str | None = recorded(config, "run.store", config.get("store"))  # once flat
@@ -65,7 +66,7 @@ def state_of(folder: RunFolder, run: Json) -> str:
     return "interrupted" if in_use is False or silent else "running"
 
 
-def resume_command(folder: RunFolder) -> str:
-    """Return the command that continues a training run; empty if nothing was begun."""
-    begun = folder.config.is_file() and folder.run_id.is_file()
-    return f"agentrl train --resume {shown(folder.root)}" if begun else ""
+def how_to_continue(folder: RunFolder) -> str:
+    """Say which command continues a training run; empty if nothing was begun."""
+    command = f"agentrl train --resume {shown(folder.root)}"
+    return f"continue it with:  {command}" if folder.exists() else ""

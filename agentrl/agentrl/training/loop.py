@@ -170,9 +170,8 @@ def _epoch(
 def publish(run: TrainingRun, step: int) -> None:
     """Save each adapter as version ``step``, and make it the one that answers."""
     for name, client in run.clients.items():
-        saved = client.save_weights_for_sampler(run.folder.adapter_version(name, step))
-        run.saved[name] = run.result(saved).path
         adapter = run.folder.adapter_version(name, step)
+        run.saved[name] = run.result(client.save_weights_for_sampler(adapter)).path
         run.folder.share_adapter(adapter, run.config.run.adapter_readers)
     run.load_published(step)
     run.prune()
@@ -241,7 +240,9 @@ class TrainingRun:
     def prune(self) -> None:
         """Delete old logs and, if the settings say so, old versions of the adapters."""
         how = self.config.run
-        self.folder.prune_logs(how.keep_logs)
+        # What prints into a deleted file is lost, and is bounded by nothing.
+        unfinished = self.store.unfinished_ids(self.run_id, Purpose.TRAIN)
+        self.folder.prune_logs(how.keep_logs, unfinished)
         if how.keep_adapters is not None:
             # Rollouts that run ahead, and the versions that vLLM loads again when it recovers.
             keep = how.keep_adapters + self.config.rollouts.max_staleness

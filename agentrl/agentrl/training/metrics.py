@@ -134,10 +134,13 @@ def finite_numbers(row: Mapping[str, Any]) -> dict[str, float]:
 def count_failures(rollouts: Sequence[Rollout]) -> dict[str, int]:
     """Count failed rollouts by the last line of their reason, most frequent first."""
     failed = (rollout for rollout in rollouts if rollout.state is not RolloutState.SUCCEEDED)
-    reasons = Counter(
-        (rollout.reason or str(rollout.state)).strip().splitlines()[-1][:200] for rollout in failed
-    )
+    reasons = Counter(_last_line(rollout.reason, rollout.state) for rollout in failed)
     return dict(reasons.most_common())
+
+
+def _last_line(error: str | None, state: str) -> str:
+    """Return the last line of an error; the state where the error is empty."""
+    return ((error or "").strip() or state).splitlines()[-1][:200]
 
 
 def note_failed_rollouts(
@@ -157,7 +160,7 @@ def _first_error(
     attempts = run.store.attempts([rollout.id for rollout in rollouts])
     for attempt in sorted(attempts, key=lambda one: one.state is not AttemptState.ERROR):
         if attempt.state not in expected:
-            said = (attempt.error or str(attempt.state)).strip().splitlines()[-1][:200]
+            said = _last_line(attempt.error, attempt.state)
             log = f" (its output: {shown(Path(attempt.log))})" if attempt.log else ""
             return f", the first: {said}{log}"
     return ""

@@ -15,7 +15,7 @@ from typing import Any, cast
 from agentrl.config.commands import TrainConfig
 from agentrl.config.errors import ConfigError
 from agentrl.config.secrets import as_recorded, without_variables
-from agentrl.config.setting_names import flattened
+from agentrl.config.setting_names import flag_of, flattened
 from agentrl.runs.folder import RunFolder
 from agentrl.runs.recorded import open_store
 from agentrl_tracer.schemas import Json
@@ -121,10 +121,9 @@ def _same(name: str, before: Any, after: Any) -> bool:
 
 
 def _refusal(folder: RunFolder, name: str, difference: str, why: str) -> ConfigError:
-    flag = "--" + name.replace("_", "-")
     return ConfigError(
         f"{name}: {folder.root} was started with {difference}. This cannot change, because {why}: "
-        f"leave {flag} as it was, or start a new run"
+        f"leave {flag_of(name)} as it was, or start a new run"
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from agentrl.config.commands import EvalConfig, RunConfig, TrainConfig
-from agentrl.config.secrets import as_recorded, secret_variables, store_url
+from agentrl.config.secrets import (
+    as_recorded,
+    secret_variables,
+    store_url,
+    without_password,
+)
 from agentrl.console.output import stderr
 from agentrl.gateway.handle import GatewayHandle
 from agentrl.gateway.process import GatewayPlan, import_gateway
@@ -25,6 +29,7 @@ from agentrl.samplers.vllm.server import planned_server
 from agentrl.supervisor import SupervisedProcess
 from agentrl.timing import Waiting
 from agentrl.training.rollout_queue import CheckProgress, OnProgress
+from agentrl_proxy.server.listening import bind, is_loopback
 from agentrl_tracer.schemas import Call, NewRollout, Policies, Rollout, SkipReason
 from agentrl_tracer.store import Store, StoreError
 
@@ -74,8 +79,8 @@ class Session:
         self.folder = folder
         self.config = config
         self._training = training = config if isinstance(config, TrainConfig) else None
-        own = training and training.run.store
-        self.store = Store(store_url(own) if own else str(folder.store))
+        shared = training and training.run.store
+        self.store = Store(store_url(shared) if shared else str(folder.store))
         self.run_id = self._register(kind)
         paths = dict(adapter_paths or {})
         log, max_rank = folder.logs / "vllm.log", training and training.learning.rank
@@ -126,9 +131,9 @@ class Session:
 
     def __enter__(self) -> Self:
         own = self._training and self._training.gateway
-        where = (own.host, own.port) if own else ("127.0.0.1", 0)
+        host, port = (own.host, own.port) if own else ("127.0.0.1", 0)
         try:
-            listening = socket.create_server(where, backlog=1024)
+            listening = bind(host, port, operator_key=self._plan.operator_key)
             self.gateway = GatewayHandle(self._plan, self.folder.logs / "gateway.log", listening)
         except OSError as error:
             raise RunError(f"gateway.host/gateway.port: cannot listen there: {error}") from error
@@ -196,13 +201,13 @@ class Session:
 
     def _beat(self) -> None:
         """Tell other machines that this process lives."""
+        store: Store | None = None
         while not self._ended.wait(_BEAT_S):
-            # Without patience: the run itself says that the store is away.
-            with (
-                contextlib.suppress(StoreError),
-                contextlib.closing(Store(self.store.url, patience_s=0)) as store,
-            ):
+            with contextlib.suppress(StoreError):  # the run itself says that the store is away
+                store = store or Store(self.store.url, patience_s=0)
                 store.beat(self.run_id)
+        if store is not None:
+            store.close()
 
     def wait_ready(self, on_wait: Callable[[str], object]) -> dict[str, Any]:
         """Wait for the gateway, and return its health.
@@ -315,11 +320,11 @@ class Session:
 
     def how_to_join(self) -> str | None:
         """Return the command that adds runners; None where the gateway is not set up for any."""
-        own = self._training and self._training.gateway
-        if own is None or (own.port == 0 and own.host in ("127.0.0.1", "localhost", "::1")):
+        training = self._training
+        if not training or (training.gateway.port == 0 and is_loopback(training.gateway.host)):
             return None
-        recorded = as_recorded(self.config.model_dump(mode="json"))["run"]["store"]
-        store = recorded or self.folder.store
+        shared = training.run.store
+        store = without_password(shared) if shared else self.folder.store
         return f"agentrl runner --store {store} --gateway {self.gateway.url_for_others}"
 
     def tell_lost_spans(self, note: Callable[[str], object], *, last: bool = False) -> None:

@@ -83,7 +83,8 @@ def main(port: int, store_url: str, run_id: str, *options: str) -> None:
             ProviderModel,
         )
         from agentrl_proxy.rendering.renderer import Renderer
-        from agentrl_proxy.server.uvicorn import bind, serve_on
+        from agentrl_proxy.server.listening import bind
+        from agentrl_proxy.server.uvicorn import serve_on
         from agentrl_tracer.store.writer import TraceWriter
 
     sys.setswitchinterval(1e-4)  # as agentrl.gateway.process does

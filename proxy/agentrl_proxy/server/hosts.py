@@ -7,13 +7,15 @@ its browser sends the page's own name as Host, and the page's site as Origin.
 from __future__ import annotations
 
 import ipaddress
-import json
 import logging
 import socket
 from collections.abc import Iterable
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
+
+from agentrl_proxy.errors import forbidden
+from agentrl_proxy.server.sse import json_response
 
 log = logging.getLogger("agentrl.proxy")
 
@@ -57,7 +59,8 @@ class HostCheck:
                     origin = value if not origin else b"null"
             if (host, origin) not in self._known:
                 if refusal := self._refusal(host.decode("latin-1"), origin.decode("latin-1")):
-                    await _refuse(send, refusal)
+                    error = forbidden(refusal, "host_not_allowed")
+                    await json_response(error.body(), error.status)(scope, receive, send)
                     return
                 if len(self._known) < _KNOWN:
                     self._known.add((host, origin))
@@ -101,11 +104,3 @@ def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return ipaddress.ip_address(name)
     except ValueError:
         return None
-
-
-async def _refuse(send: Send, message: str) -> None:
-    error = {"message": message, "type": "permission_error", "param": None}
-    body = json.dumps({"error": {**error, "code": "host_not_allowed"}}).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": 403, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

@@ -1,12 +1,8 @@
-"""Serve the app with uvicorn on a bound socket.
-
-Enforces that a gateway without an operator key listens on this machine only.
-"""
+"""Serve the app with uvicorn on a bound socket."""
 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import select
 import signal
 import socket
@@ -20,42 +16,9 @@ from agentrl_proxy.dependencies import GatewayDependencies
 from agentrl_proxy.server.delivery import connection
 from agentrl_proxy.server.hosts import HostCheck
 
-_BACKLOG = 2048
 _KEEP_ALIVE_S = 75
 _MAX_HELD_BYTES = 64 * 1024
 _PEER_CLOSED = getattr(select, "POLLRDHUP", 0)  # Linux only
-
-
-def bind(host: str, port: int, *, operator_key: str | None) -> socket.socket:
-    """Return a listening socket; port 0 takes a free port, which ``getsockname`` tells.
-
-    Raises:
-        ValueError: the host is reachable from other machines and there is no operator key.
-        OSError: the port is taken.
-    """
-    if operator_key is None and not is_loopback(host):
-        raise ValueError(
-            f"refusing to listen on {host!r} without an operator key: anyone who reaches the port "
-            "could sample; set an operator key, or listen on 127.0.0.1"
-        )
-    v6 = ":" in host
-    family = socket.AF_INET6 if v6 else socket.AF_INET
-    # No child inherits it: runners' children must not hold the port.
-    return socket.create_server((host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=v6)
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def url_of(bound: socket.socket) -> str:
-    host, port = bound.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def serve_on(app: FastAPI, listening: socket.socket) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.cli import main as command_line
 from agentrl.cli.main import main
-from agentrl.config.commands import TrainConfig
+from agentrl.config.commands import COMMANDS, TrainConfig
 from agentrl.config.setting_names import settings_of
 from agentrl.console import output
 
@@ -32,6 +33,10 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         return code, "".join(capsys.readouterr())
 
     return run
+
+
+def test_the_commands_with_settings_are_known_before_these_are_imported() -> None:
+    assert command_line._COMMANDS.keys() == COMMANDS.keys()
 
 
 def test_help_is_one_screen_and_everything_is_behind_help_all(cli: Cli) -> None:
@@ -60,6 +65,7 @@ def test_help_is_one_screen_and_everything_is_behind_help_all(cli: Cli) -> None:
         ("train --tasks t", "agent.entrypoint: is missing"),
         ("train json:loads --tasks t --config x.ini", ".toml, .yaml or .yml"),
         ("train json:loads --resume nowhere", "is no run folder"),
+        ("runs show nowhere", "run: 'nowhere' is no run folder"),
         ("serve --host 0.0.0.0", "operator key"),
         ("run json:loads --task [1]", "task: "),
         ("run json:loads --task {", "task: "),

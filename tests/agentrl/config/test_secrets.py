@@ -21,7 +21,8 @@ from agentrl.config.secrets import (
 )
 from agentrl.config.settings import OtherModelSettings
 from agentrl.gateway.process import GatewayPlan, provider_model
-from agentrl.runner.agent_process.environment import attempt_environment, runner_environment
+from agentrl.process_privacy import environment_without
+from agentrl.runner.agent_process.environment import attempt_environment
 from agentrl.runner.protocol import RunnerConfig
 from agentrl_tracer.schemas import Claim, Purpose
 
@@ -130,8 +131,9 @@ def runner(tmp_path: Path) -> RunnerConfig:
 
 def test_agents_do_not_get_other_models_keys(runner: RunnerConfig) -> None:
     assert RunnerConfig.from_json(runner.to_json()) == runner
-    assert "ANSWERER_KEY" not in runner_environment(runner)
-    assert "PATH" in runner_environment(runner)
+    inherited = environment_without(runner.withheld)
+    assert "ANSWERER_KEY" not in inherited
+    assert "PATH" in inherited
 
 
 def test_an_application_keeps_its_otlp_backend(runner: RunnerConfig) -> None:

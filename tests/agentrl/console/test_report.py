@@ -107,7 +107,7 @@ def test_the_rollouts_that_branched_most_come_first(
     console = Console(width=200)
     with console.capture() as capture:
         [run] = store.runs()
-        show_run(console, store, run, "finished")
+        show_run(console, store, run, "finished", "")
     store.close()
     said = [line.split() for line in capture.get().splitlines()]
     assert ["first", "call", "27"] in said

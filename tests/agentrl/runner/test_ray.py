@@ -91,8 +91,12 @@ def joined(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 @pytest.mark.parametrize(
     ("store", "gateway_host", "complaint"),
     [
-        ("sqlite:////tmp/store.db", "0.0.0.0", r"store: .* 2 nodes.*PostgreSQL URL with --store"),
-        ("postgresql+psycopg://somewhere/x", "127.0.0.1", r"gateway_host: .*--gateway-host 0\.0"),
+        (
+            "sqlite:////tmp/store.db",
+            "0.0.0.0",
+            r"run\.store: .* 2 nodes.* --run\.store",
+        ),
+        ("postgresql+psycopg://somewhere/x", "127.0.0.1", r"gateway\.host: .*--gateway\.host 0\.0"),
         ("postgresql+psycopg://somewhere/x", None, r"only `agentrl train`"),
     ],
 )
@@ -136,9 +140,9 @@ def test_a_node_that_cannot_reach_the_gateway_says_so() -> None:
         config = RunnerConfig(
             "sqlite:////nowhere/x.db", gateway, "r", "a", "policy", "logs", 1, 60.0, 15.0
         )
-        with pytest.raises(RuntimeError, match=r"store: .*no /nowhere/x\.db"):
+        with pytest.raises(RuntimeError, match=r"run\.store: .*no /nowhere/x\.db"):
             check_reach(config)
-    with pytest.raises(RuntimeError, match=r"cannot reach .*see --gateway-host"):
+    with pytest.raises(RuntimeError, match=r"cannot reach .*see --gateway\.host"):
         check_reach(config)
 
 

@@ -117,6 +117,10 @@ def test_pruning_leaves_what_is_new_evaluated_checkpointed_or_marked(tmp_path: P
     for foreign in (folder.adapters / "policy" / "v_mine", folder.checkpoints / "step-mine"):
         foreign.mkdir()
     folder.prune_adapters(4, {0, 5})
+    folder.config.write_text("{}")
+    for step in (3, 5, 12):
+        path = folder.adapter_version("policy", step)
+        assert find_adapters(f"{folder.root}@{step}", "x") == {"policy": path}
     (folder.adapters / "policy" / "v_mine").rmdir()  # it is still there
     kept = [int(path.name[1:]) for path in sorted((folder.adapters / "policy").iterdir())]
     assert kept == [0, 3, 5, 12, 16, 17, 18, 19]
@@ -125,12 +129,9 @@ def test_pruning_leaves_what_is_new_evaluated_checkpointed_or_marked(tmp_path: P
     for age, name in enumerate(["gateway.log", "runners.log", *names]):
         (folder.logs / name).touch()
         os.utime(folder.logs / name, (age, age))
-    folder.prune_logs(2)
-    assert {path.name for path in folder.logs.iterdir()} == {
-        "gateway.log",
-        "runners.log",
-        *names[-2:],
-    }
+    folder.prune_logs(2, {f"{1:024x}"})  # which runs, and has been silent
+    left = {"gateway.log", "runners.log", names[1], *names[-2:]}
+    assert {path.name for path in folder.logs.iterdir()} == left
 
 
 def test_a_log_that_its_worker_deletes_meanwhile_is_no_fault(
@@ -143,6 +144,6 @@ def test_a_log_that_its_worker_deletes_meanwhile_is_no_fault(
     found = sorted(os.scandir(folder.logs), key=lambda file: file.name)
     (folder.logs / names[0]).unlink()
     monkeypatch.setattr(os, "scandir", lambda _: iter(found))
-    folder.prune_logs(2)
+    folder.prune_logs(2, set())
     monkeypatch.undo()
     assert len([*folder.logs.iterdir()]) == 2

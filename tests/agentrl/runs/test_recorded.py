@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,13 @@ from typing import Any
 import pytest
 from settings import nested
 
-from agentrl.cli import runs as command
+from agentrl.cli import runs
+from agentrl.cli.main import main
 from agentrl.config.commands import TrainConfig
 from agentrl.config.errors import ConfigError
 from agentrl.config.loading import load
 from agentrl.runs.folder import RunFolder
-from agentrl.runs.recorded import open_store, resume_command, state_of
+from agentrl.runs.recorded import how_to_continue, open_store, state_of
 from agentrl.training.resume import return_to_start
 from agentrl_tracer.store import Store, StoreError
 
@@ -71,7 +73,7 @@ def test_a_list_names_the_folders_that_it_cannot_read(
     (torn / "config.json").write_text('{"agent": ')
     closed.chmod(0o000)
     with pytest.raises(StoreError, match=r"torn/config.json is damaged; bring a copy back") as said:
-        command.list_command(folder.root.parent)
+        runs.list_command(folder.root.parent)
     assert folder.name in "".join(capsys.readouterr().out.split())
     if os.geteuid():  # root reads everywhere
         assert f"Permission denied: '{closed}'" in str(said.value)
@@ -99,15 +101,40 @@ def test_a_run_here_is_interrupted_when_its_process_is_gone(
     del other
     assert state_of(folder, run) == "interrupted"
     # At 80 columns a long name is whole, and the command is one line.
-    monkeypatch.setattr(command.console, "_width", 80)
-    command.list_command(Path("runs"))
+    monkeypatch.setattr(runs.console, "_width", 80)
+    runs.list_command(Path("runs"))
     listed = capsys.readouterr().out
     assert "interrupted" in listed
     assert f"agentrl train --resume {folder.root}\n" in listed
     rows = listed.splitlines()[1:-1]
     assert "".join(row[:30].split(" train ")[0].strip() for row in rows).startswith(folder.name)
-    command.show_command(Path("runs") / folder.name)
-    assert f"continue it with:  {resume_command(folder)}\n" in capsys.readouterr().out
+    runs.show_command(Path("runs") / folder.name)
+    assert f"{how_to_continue(folder)}\n" in capsys.readouterr().out
+
+
+def test_without_its_password_a_run_names_the_variable_and_hides_no_other(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = RunFolder.create(Path("runs"), "elsewhere", "train")
+    config = folder.read_config()
+    config["run"] |= {"store": "postgresql://me:os.environ/NO_SUCH_NAME@host/db"}
+    secret.write_json(secret.config, config)
+    secret.run_id.write_text("x")
+    for command in ("runs show", "runs verify", "train --resume", "runs list"):
+        given = [] if command == "runs list" else [str(secret.root)]
+        monkeypatch.setattr(sys, "argv", ["agentrl", *command.split(), *given])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 1, command
+        said = " ".join(capsys.readouterr().err.split())
+        assert "run.store: the environment variable NO_SUCH_NAME is not set" in said
+        assert "Traceback" not in said
+        assert len(said.split(". ")) == 1
+    monkeypatch.setattr(runs.console, "_width", 80)
+    with pytest.raises(StoreError, match=rf"{secret.root}: run.store: .*NO_SUCH_NAME"):
+        runs.list_command()
+    assert folder.name[:20] in capsys.readouterr().out
+    load(TrainConfig, ["--resume", str(secret.root), "--run.store", "given.db"])
 
 
 def test_resumed_from_another_directory_its_paths_begin_where_it_started(

@@ -7,13 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from call_records import make
+from call_records import make, rollout
 from documented_metrics import documented, undocumented
+from small_learner import one_step
 
-from agentrl.training.metrics import step_row
+from agentrl.training.metrics import count_failures, step_row
 from agentrl.training.rollout_queue import StepRollouts
 from agentrl.training.staleness import StalenessLimit
-from agentrl_tracer.schemas import Call, NewRollout, Outcomes, Purpose
+from agentrl_tracer.schemas import Call, NewRollout, Outcomes, Purpose, RolloutState
 from agentrl_tracer.store import Store
 from agentrl_trainer.data.adapter_split import AdapterBatches
 from agentrl_trainer.data.batch_assembly import StepBatch
@@ -35,7 +36,7 @@ def learned(epochs: int) -> list[StepStats]:
     ]
     sampled = learner.forward(rows)
     rows = [replace(row, logprobs=lp) for row, lp in zip(rows, sampled, strict=True)]
-    return [learner.step(rows, "ppo") for _ in range(epochs)]
+    return [one_step(learner, rows, "ppo") for _ in range(epochs)]
 
 
 def row_of(
@@ -90,6 +91,15 @@ def test_tokens_per_second_are_by_when_the_steps_own_rollouts_ran(store: Store) 
     taken = StepRollouts(rollouts, {"groups/ahead": 5})
     row = row_of({"policy": []}, taken, [make("a", [1], [5] * 20), make("b", [1], [5] * 60)])
     assert row["tokens_per_second"] == pytest.approx(80 / (6 + 2))
+
+
+@pytest.mark.parametrize(
+    ("reason", "said"),
+    [("a\nValueError: no\n", "ValueError: no"), (" \n", "failed"), (None, "failed")],
+)
+def test_a_failure_is_counted_by_its_last_line(reason: str | None, said: str) -> None:
+    failed = replace(rollout("r"), state=RolloutState.FAILED, reason=reason)
+    assert count_failures([failed, failed, rollout("s")]) == {said: 2}
 
 
 def test_the_page_names_nothing_twice() -> None:

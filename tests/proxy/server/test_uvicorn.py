@@ -185,7 +185,8 @@ from scripted_sampler import ScriptedSampler
 from transformers import AutoTokenizer
 from agentrl_proxy.app import create_app
 from agentrl_proxy.rendering.renderer import Renderer
-from agentrl_proxy.server.uvicorn import bind, serve_on, url_of
+from agentrl_proxy.server.listening import bind, url_of
+from agentrl_proxy.server.uvicorn import serve_on
 from agentrl_tracer.store import Store
 from agentrl_tracer.store.writer import TraceWriter
 
@@ -201,7 +202,7 @@ deps = gateway_dependencies(
 )
 try:
     with bind("127.0.0.1", 0, operator_key=None) as bound:
-        print(url_of(bound), flush=True)
+        print(url_of(*bound.getsockname()), flush=True)
         serve_on(create_app(deps), bound)
 finally:
     writer.close()

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_learner import one_step
 from small_models import Asked, running_engine, training_row
 
 from agentrl_trainer.inference import SampleParams
 from agentrl_trainer.learner.learner import Learner
 from agentrl_trainer.learner.loss_options import AdamParams
 from agentrl_trainer.models.loading import ModelError, load_base
+from agentrl_trainer.models.lora import save_adapter
 
 MODEL = "agentrl-tiny"
 PROMPT = [5, 60, 700, 41, 1200, 9, 33, 87]
@@ -26,12 +28,12 @@ def trained(tmp_path: Path, **how: object) -> Learner:
     base = load_base(MODEL, device="cpu", **how)
     learner = Learner(base, rank=4, adam=AdamParams(learning_rate=5e-3))
     row = training_row([*PROMPT, 50, 51, 52, 53], start=len(PROMPT))
-    first, *_, last = (learner.step([row], "cross_entropy").loss for _ in range(3))
+    first, *_, last = (one_step(learner, [row], "cross_entropy").loss for _ in range(3))
     assert last < first - 0.1
     assert learner.why_not_shared is None
     # Weights, both moments and step counts.
     assert {value.dtype for value in learner.state_dict().values()} == {torch.float32}
-    learner.save_adapter("default", tmp_path / "v1")
+    save_adapter(learner.model, "default", tmp_path / "v1")
     return learner
 
 

@@ -22,6 +22,7 @@ from small_learner import (
     llama,
     nearly_on_policy,
     on_policy,
+    one_step,
     plain_logprobs,
     qwen3,
     qwen3_moe,
@@ -73,7 +74,7 @@ def test_half_precision_models_give_float32_logprobs() -> None:
     base = replace(base, model=base.model.to(torch.bfloat16), dtype=torch.bfloat16)
     trainer = Learner(base, rank=2)
     assert {p.dtype for p in trainer.parameters["default"].values()} == {torch.float32}
-    stats = trainer.step(data())
+    stats = one_step(trainer, data())
     assert not stats.skipped_non_finite
     assert math.isfinite(stats.loss)
     (batch,) = pack(data(), token_budget=10**6)
@@ -179,7 +180,7 @@ def test_good_tokens_become_likelier_and_the_base_stays() -> None:
     good, bad = training_row([5, 6, 7], start=2), training_row([5, 6, 8], start=2, credit=-1.0)
     before = trainer.forward([good, bad])
     for _ in range(5):
-        trainer.step(on_policy(trainer, [good, bad]))
+        one_step(trainer, on_policy(trainer, [good, bad]))
     after = trainer.forward([good, bad])
     assert after[0][2] > before[0][2] + 0.1
     assert after[1][2] < before[1][2] - 0.1
@@ -190,7 +191,7 @@ def test_good_tokens_become_likelier_and_the_base_stays() -> None:
 def test_on_policy_stats() -> None:
     trainer = learner()
     datums = on_policy(trainer, data())
-    stats = trainer.step(datums)
+    stats = one_step(trainer, datums)
     lps = torch.cat([trained(datum, datum.logprobs) for datum in datums])
     assert stats.entropy == pytest.approx(-lps.mean().item(), rel=1e-5)
     assert stats.ratio_mean == pytest.approx(1.0, abs=1e-5)
@@ -199,7 +200,7 @@ def test_on_policy_stats() -> None:
     assert (stats.grad_norm or 0) > 0
     assert not stats.skipped_non_finite
     # The same tokens again: now the policy has moved, and the stats say so.
-    assert trainer.step(datums).max_logprob_difference > 1e-3
+    assert one_step(trainer, datums).max_logprob_difference > 1e-3
 
 
 def test_adam_is_adam() -> None:
@@ -226,7 +227,7 @@ def test_adam_is_adam() -> None:
 def test_adam_params_of_the_call_count() -> None:
     trainer = learner(adam=AdamParams(learning_rate=1.0))
     before = trainer.state_dict()
-    trainer.step(data(), adam=AdamParams(learning_rate=0.0))
+    one_step(trainer, data(), adam=AdamParams(learning_rate=0.0))
     weights = {k: v for k, v in trainer.state_dict().items() if k.startswith("weights/")}
     assert_same(weights, before)
 
@@ -234,19 +235,19 @@ def test_adam_params_of_the_call_count() -> None:
 @pytest.mark.parametrize("poison", [math.nan, math.inf, 1e38])
 def test_a_step_that_is_not_finite_changes_nothing(poison: float) -> None:
     trainer = learner(token_budget=30)
-    trainer.step(data())
+    one_step(trainer, data())
     before = trainer.state_dict()
     datums = data(seed=1)
     datums[3] = replace(datums[3], advantages=[poison] * len(datums[3].tokens))
     # Good gradients of the same step, from before the bad ones, go as well.
     trainer.forward_backward(data(seed=2))
-    assert trainer.step(datums).skipped_non_finite
+    assert one_step(trainer, datums).skipped_non_finite
     assert_same(trainer.state_dict(), before)
     # And the next step is as if nothing had happened.
-    assert not trainer.step(data(seed=3)).skipped_non_finite
+    assert not one_step(trainer, data(seed=3)).skipped_non_finite
     untroubled = learner(token_budget=30)
     untroubled.load_state_dict(before)
-    untroubled.step(data(seed=3))
+    one_step(untroubled, data(seed=3))
     assert_same(untroubled.state_dict(), trainer.state_dict())
 
 
@@ -285,11 +286,11 @@ def test_rows_that_are_not_finite_are_found(
     rows = data()
     for place in at:
         rows[place] = bad(rows[place])
-    assert trainer.step(rows, "ppo").skipped_non_finite
+    assert one_step(trainer, rows, "ppo").skipped_non_finite
     kept = trainer.finite_rows(rows, "ppo")
     assert kept == [place for place in range(len(rows)) if place not in at]
     assert gradients(trainer) == {}
-    assert not trainer.step([rows[place] for place in kept], "ppo").skipped_non_finite
+    assert not one_step(trainer, [rows[place] for place in kept], "ppo").skipped_non_finite
 
 
 @pytest.mark.parametrize("build", [qwen3, llama])
@@ -312,7 +313,7 @@ def test_a_row_whose_logprobs_are_not_finite_spoils_no_other(build: Any) -> None
 def test_nothing_to_learn() -> None:
     trainer = learner()
     before = trainer.state_dict()
-    stats = trainer.step([])
+    stats = one_step(trainer, [])
     assert (stats.tokens, stats.loss, stats.grad_norm) == (0, 0.0, 0.0)
     assert_same(trainer.state_dict(), before)
 
@@ -341,7 +342,7 @@ def test_adapters_learn_apart() -> None:
     both = learner(adapters=["asker", "guesser"], seed=7)
     tokens = sum(datum.trained for datum in datums)
     for _ in range(3):
-        both.step(datums)
+        one_step(both, datums)
     state = both.state_dict()
     for at, name in enumerate(both.adapters):
         alone = learner(adapters=[name], seed=7 + at)
@@ -354,7 +355,7 @@ def test_adapters_learn_apart() -> None:
 
 def test_an_adapter_without_data_stays_as_it_is() -> None:
     both = learner(adapters=["asker", "guesser"])
-    both.step(data(adapters=("asker", "guesser")))
+    one_step(both, data(adapters=("asker", "guesser")))
     before = both.state_dict()
     assert both.forward_backward(data(seed=1, adapters=("guesser",))).tokens
     both.optim_step(AdamParams(learning_rate=1e-2, weight_decay=0.5))
@@ -370,14 +371,14 @@ def test_an_adapter_without_data_stays_as_it_is() -> None:
 def test_a_resumed_learner_goes_on_to_the_last_bit(build: Any) -> None:
     straight = learner(build=build, adapters=["a", "b"])
     for seed in range(2):
-        straight.step(data(seed, adapters=("a", "b")))
+        one_step(straight, data(seed, adapters=("a", "b")))
     state = straight.state_dict()
     kept = {key: value.clone() for key, value in state.items()}
     resumed = learner(build=build, adapters=["a", "b"], seed=99)
     resumed.load_state_dict(state)
     assert_same(resumed.state_dict(), state)
     for trainer in (straight, resumed):
-        trainer.step(data(5, adapters=("a", "b")))
+        one_step(trainer, data(5, adapters=("a", "b")))
     assert_same(resumed.state_dict(), straight.state_dict(), rtol=0.0, atol=0.0)
     assert_same(state, kept)  # it was a copy
 
@@ -386,10 +387,10 @@ def test_loading_forgets_what_was_before() -> None:
     """Back to a state from before the first step, when there were no moments, nor gradients."""
     trainer = learner()
     start = trainer.state_dict()
-    trainer.step(data())
+    one_step(trainer, data())
     first = trainer.state_dict()
     trainer.forward_backward(data(seed=1))
     trainer.load_state_dict(start)
     assert_same(trainer.state_dict(), start)
-    trainer.step(data())
+    one_step(trainer, data())
     assert_same(trainer.state_dict(), first)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+from small_learner import one_step
 from small_models import training_row
 
 from agentrl_trainer.learner.learner import Learner
@@ -45,7 +46,7 @@ def moved(rank: int, alpha: float) -> float:
     learner = Learner(base, rank=rank, alpha=alpha, adam=adam)
     datum = training_row(list(range(40, 72)))
     before = learner.forward([datum])[0]
-    learner.step([datum], "cross_entropy")
+    one_step(learner, [datum], "cross_entropy")
     return sum(learner.forward([datum])[0]) - sum(before)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from small_learner import assert_same, data, gradients, learner, nearly_on_policy
+from small_learner import assert_same, data, gradients, learner, nearly_on_policy, one_step
 
 from agentrl_trainer.data.advantages import Scaling
 from agentrl_trainer.data.training_row import TrainingRow
@@ -79,7 +79,7 @@ def test_an_update_prepares_what_the_settings_need() -> None:
     done = prepare(trainer, datums, UpdateSettings("ppo", config, epochs=2))
     assert {*done[0].extra} == {"reference", "proximal"}
     assert done[0].extra["proximal"] == trainer.forward(datums)[0]
-    first = trainer.step(done, "ppo", config)
+    first = one_step(trainer, done, "ppo", config)
     assert {"kl_reference", "correction", "dropped"} <= first.metrics.keys()
     # In the first pass the policy is the proximal one: all ratios are 1, and nothing is clipped.
     assert first.clip_fraction == 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_learner import assert_same, data, gradients, learner
+from small_learner import assert_same, data, gradients, learner, one_step
 
 from agentrl_trainer.data.training_row import with_extra
 from agentrl_trainer.learner.loss_options import ValueParams
@@ -25,7 +25,7 @@ def test_a_value_function_learns() -> None:
     alone = learner(token_budget=60).forward_backward(datums)
     assert stats.loss == pytest.approx(alone.loss + 0.5, rel=1e-5)
     for _ in range(40):
-        trainer.step(given, "importance_sampling")
+        one_step(trainer, given, "importance_sampling")
     assert trainer.forward_backward(given).metrics["value_error"] < 0.4
 
 
@@ -47,11 +47,11 @@ def test_a_value_function_is_part_of_the_state() -> None:
     first, second = (learner(value=ValueParams(lr=1e-3, clip=0.2), seed=seed) for seed in (3, 4))
     datums = data(rows=4)
     given = with_extra(datums, returns=[[1.0] * len(d.tokens) for d in datums])
-    first.step(given)
+    one_step(first, given)
     second.load_state_dict(first.state_dict())
     assert second.values(datums) == first.values(datums)
     for trainer in (first, second):
-        trainer.step(given)
+        one_step(trainer, given)
     assert second.values(datums) == first.values(datums)
     with pytest.raises(ValueError, match="another set"):
         learner().load_state_dict(first.state_dict())

@@ -14,6 +14,7 @@ import torch
 import transformers as hf
 from peft import PeftModel
 from safetensors.torch import save_file
+from small_learner import one_step
 from small_models import (
     Asked,
     as_base,
@@ -197,9 +198,9 @@ def test_code_of_its_own_is_run_for_those_who_trust_it(own: str, tmp_path, monke
     learner = Learner(load_base(own, device="cpu", trust_remote_code=True), rank=4)
     assert set(learner.model.peft_config["default"].target_modules) == {"mix"}
     rows = [training_row([5, 6, 7, 8], start=2)] * 2
-    first, *_, last = (learner.step(rows, "cross_entropy").loss for _ in range(5))
+    first, *_, last = (one_step(learner, rows, "cross_entropy").loss for _ in range(5))
     assert last < first
-    learner.save_adapter("default", tmp_path / "v1")
+    save_adapter(learner.model, "default", tmp_path / "v1")
 
     with running_engine(load_base(own, device="cpu", trust_remote_code=True)) as engine:
         assert engine.strategy == "row by row, recomputed"

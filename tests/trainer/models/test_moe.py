@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers as hf
 from peft import PeftModel
+from small_learner import one_step
 from small_models import (
     Asked,
     as_base,
@@ -318,11 +319,11 @@ def test_trained_published_and_sampled_is_one_policy(make: Make, tmp_path: Path)
         as_base(copy.deepcopy(model)), rank=RANK, alpha=ALPHA, adam=AdamParams(learning_rate=2e-2)
     )
     for _ in range(2):
-        assert not learner.step(datums(), "cross_entropy").skipped_non_finite
-    learner.save_adapter("default", tmp_path / "v1")
+        assert not one_step(learner, datums(), "cross_entropy").skipped_non_finite
+    save_adapter(learner.model, "default", tmp_path / "v1")
     first = copy.deepcopy(learner.model)
-    learner.step(datums(), "cross_entropy")
-    learner.save_adapter("default", tmp_path / "v2")
+    one_step(learner, datums(), "cross_entropy")
+    save_adapter(learner.model, "default", tmp_path / "v2")
     with running_engine(as_base(copy.deepcopy(model))) as engine:
         engine.load_adapter("old", 1, tmp_path / "v1").result(30)
         engine.load_adapter("new", 2, tmp_path / "v2").result(30)

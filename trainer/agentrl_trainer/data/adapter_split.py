@@ -88,8 +88,8 @@ def assemble_adapters(
     rest.groups = {}
     rest.rewards = rollout_rewards(rollouts, rewards)
     asked = {call.attempt_id for call in calls if call.adapter in rules}
-    silent = {rollout.id for rollout in rollouts if rollout.winner not in asked}
-    rest.unasked = {name for name in silent if rest.rewards[name] is not None}
+    earned = {name for name, reward in rest.rewards.items() if reward is not None}
+    rest.unasked = {r.id for r in rollouts if r.id in earned and r.winner not in asked}
     for call in unassigned:  # the call's own adapter may train on other agents' calls
         if call.adapter in rules and rest.skipped[call.id] is SkipReason.NOT_TRAINABLE_MODEL:
             rest.skipped[call.id] = SkipReason.OTHER_AGENT

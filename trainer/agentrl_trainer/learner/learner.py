@@ -8,8 +8,7 @@ active at a time.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -38,7 +37,6 @@ from agentrl_trainer.models.lora import (
     attach_adapter,
     attach_saved_adapter,
     lora_config,
-    save_adapter,
 )
 from agentrl_trainer.models.lora_targets import what_is_trained
 
@@ -132,10 +130,6 @@ class Learner(AdapterOptimizers):
         attach_saved_adapter(self.model, name, folder)
         self.model.set_adapter(cast(str, self.model.active_adapter))
 
-    def save_adapter(self, name: str, folder: str | Path) -> None:
-        """Write a standard PEFT folder."""
-        save_adapter(self.model, name, folder)
-
     def what_is_trained(self, name: str) -> str | None:
         """Describe how an adapter covers a mixture of experts; None if the model is dense."""
         return what_is_trained(self.base.model, cast(LoraConfig, self.model.peft_config[name]))
@@ -165,27 +159,15 @@ class Learner(AdapterOptimizers):
         """Collect the [N] values of each micro-batch, aligned with the rows' tokens."""
         result = [[0.0] * len(row.tokens) for row in rows]
         for batch in self._pack(rows):
-            for part, values in self._finite_parts(rows, batch, function):
-                scatter(part, values, result)
+            batch = batch.to(self.base.device)
+            self._activate(batch.adapter)
+            values = function(batch)
+            if len(batch.indices) == 1 or bool(values.isfinite().all()):
+                scatter(batch, values, result)
+                continue
+            for index in batch.indices:  # NaN spreads from row to row in the attention of a trie
+                [result[index]] = self._compute([rows[index]], function)
         return result
-
-    def _finite_parts(
-        self,
-        rows: Sequence[TrainingRow],
-        batch: MicroBatch,
-        function: Callable[[MicroBatch], Tensor],
-    ) -> Iterator[tuple[MicroBatch, Tensor]]:
-        """Compute a micro-batch, or each of its rows if something in it is not finite: in the
-        attention of a trie, NaN spreads from one row to the others."""
-        batch = batch.to(self.base.device)
-        self._activate(batch.adapter)
-        values = function(batch)
-        if len(batch.indices) == 1 or bool(values.isfinite().all()):
-            yield batch, values
-            return
-        for index in batch.indices:
-            [alone] = self._pack([rows[index]])
-            yield replace(alone, indices=[index]), function(alone.to(self.base.device))
 
     def with_temperature(self, rows: Sequence[TrainingRow]) -> list[TrainingRow]:
         """Move the sampler's log-probs to the temperature that each token was sampled at.
@@ -269,7 +251,6 @@ class Learner(AdapterOptimizers):
         Raises:
             ValueError: the loss, an option or an adapter is unknown, or a column is missing.
         """
-        started = time.perf_counter()
         config = loss_config or {}
         parse_loss_options(loss, config)
         if unknown := {row.adapter for row in rows} - set(self.adapters):
@@ -299,7 +280,7 @@ class Learner(AdapterOptimizers):
                     break
         refused = backward and bool(self.non_finite)
         counts = count_tokens(rows, batches)
-        return step_stats(loss_sum * scale, sums, counts, started, non_finite=refused)
+        return step_stats(loss_sum * scale, sums, counts, non_finite=refused)
 
     def finite_rows(
         self, rows: Sequence[TrainingRow], loss: str, loss_config: LossConfig | None = None
@@ -336,7 +317,6 @@ class Learner(AdapterOptimizers):
         through the first pass; with more, whose activations would all be held at once, it takes a
         second forward pass. The loss is taken as it is, without a division.
         """
-        started = time.perf_counter()
         batches = self._pack(rows)
         kept: Tensor | None = None
         if len(batches) == 1:
@@ -359,23 +339,8 @@ class Learner(AdapterOptimizers):
             if not self._backward((computed * _gather(batch, slopes)).sum(), batch.adapter):
                 break
         counts, refused = count_tokens(rows, batches), bool(self.non_finite)
-        stats = step_stats(loss.item(), sums, counts, started, non_finite=refused)
+        stats = step_stats(loss.item(), sums, counts, non_finite=refused)
         return stats, dict(metrics)
-
-    def step(
-        self,
-        rows: Sequence[TrainingRow],
-        loss: str = "importance_sampling",
-        loss_config: LossConfig | None = None,
-        adam: AdamParams | None = None,
-    ) -> StepStats:
-        """Make one whole optimizer step on these rows."""
-        stats = self.forward_backward(rows, loss, loss_config)
-        optim = self.optim_step(adam)
-        refused, seconds = optim.skipped_non_finite, stats.seconds + optim.seconds
-        return replace(
-            stats, grad_norm=optim.grad_norm, skipped_non_finite=refused, seconds=seconds
-        )
 
 
 def _gather(batch: MicroBatch, columns: Mapping[int, Sequence[float]]) -> Tensor:

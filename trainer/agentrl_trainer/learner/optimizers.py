@@ -6,7 +6,6 @@ Knows named parameters and gradients, not models or losses.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Collection, Mapping
 from typing import Literal
 
@@ -61,7 +60,6 @@ class AdapterOptimizers:
         If a gradient, or a loss it came from, is not finite, nothing changes in any of these
         adapters. An adapter without gradients keeps its weights and its moments.
         """
-        started = time.perf_counter()
         adam = adam or self.adam
         stepped = self._owned(adapters)
         norms: dict[str, Tensor] = {}
@@ -82,7 +80,7 @@ class AdapterOptimizers:
                 group |= {"eps": adam.eps, "weight_decay": adam.weight_decay}
                 self._optimizers[name].step()
         self.discard_gradients(adapters)
-        return OptimStats(math.hypot(*of_policy), refused, time.perf_counter() - started)
+        return OptimStats(math.hypot(*of_policy), refused)
 
     def discard_gradients(self, adapters: Collection[str] | None = None) -> None:
         """Forget accumulated gradients, and that one of them was not finite; None: of all."""

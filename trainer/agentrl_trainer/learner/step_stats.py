@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -34,7 +33,6 @@ class StepStats:
     tokens_total: int  # of all rows, context included, each row by itself
     tokens_unique: int  # prefixes that rows share counted once
     tokens_saved: int  # of the total, those that did not go through the model, thanks to sharing
-    seconds: float
     skipped_non_finite: bool = False
     grad_norm: float | None = None  # known once the optimizer has stepped
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -46,16 +44,13 @@ class StepStats:
 class OptimStats:
     grad_norm: float  # over all adapters, before clipping
     skipped_non_finite: bool
-    seconds: float
 
 
 _OPTIONAL = ("kl_reference", "correction", "dropped", "value_loss", "value_error")
 
 
-def step_stats(
-    loss: float, sums: Sums, counts: TokenCounts, started: float, *, non_finite: bool
-) -> StepStats:
-    """Summarize a loss's sums over all tokens. ``started``: by ``time.perf_counter``."""
+def step_stats(loss: float, sums: Sums, counts: TokenCounts, *, non_finite: bool) -> StepStats:
+    """Summarize a loss's sums over all tokens."""
     values = defaultdict(float, {name: float(value) for name, value in sums.items()})
     tokens = max(values["tokens"], 1.0)
     return StepStats(
@@ -71,7 +66,6 @@ def step_stats(
         tokens_total=counts.total,
         tokens_unique=counts.unique,
         tokens_saved=counts.saved,
-        seconds=time.perf_counter() - started,
         skipped_non_finite=non_finite,
         metrics={name: values[name] / tokens for name in _OPTIONAL if name in values},
     )

@@ -47,11 +47,6 @@ def check_environment() -> None:
         )
 
 
-def runner_environment(config: RunnerConfig) -> dict[str, str]:
-    """Return what runners, and so agents, inherit: everything but the keys of other models."""
-    return {name: value for name, value in os.environ.items() if name not in config.withheld}
-
-
 def find_certificates_by_name(env: dict[str, str]) -> None:
     """Make TLS clients find certificates in a hashed folder instead of parsing a whole bundle.
 

@@ -28,6 +28,7 @@ from pathlib import Path
 from agentrl.config.commands import ModelCommand
 from agentrl.config.errors import ConfigError
 from agentrl.config.secrets import secret_variables
+from agentrl.process_privacy import environment_without
 from agentrl.samplers.vllm.adapters import adapter_rank
 from agentrl.samplers.vllm.recovery import wait_for_engine_death
 from agentrl.supervisor import SupervisedProcess
@@ -51,22 +52,19 @@ _MAX_LORAS = 4
 class VllmServer(SupervisedProcess):
     """A supervised vLLM server on a socket that only this user can reach."""
 
-    def __init__(self, command: Sequence[str], log: Path, withheld: Iterable[str] = ()) -> None:
+    def __init__(self, command: Sequence[str], log: Path, withheld: Sequence[str] = ()) -> None:
         """``command``: as ``vllm_command`` returns it; ``withheld``: variables it does not get."""
         # In the temporary folder, because a socket's path must be short.
         self._folder = Path(tempfile.gettempdir()) / f"agentrl-vllm-{secrets.token_hex(6)}"
         self._socket = str(self._folder / "socket")
         self.url = f"unix:{self._socket}"
-        self._withheld = withheld
         leash = [sys.executable, "-m", "agentrl.samplers.vllm.server"]
-        super().__init__("vLLM", [*leash, *command, "--uds", self._socket], log)
+        # By default vLLM wants nearly all memory of a CPU, and fails if it is used.
+        env = {"VLLM_CPU_KVCACHE_SPACE": "4", **environment_without(withheld), **_ENVIRONMENT}
+        super().__init__("vLLM", [*leash, *command, "--uds", self._socket], log, env)
 
     def start(self) -> None:
         self._folder.mkdir(mode=0o700)
-        # By default vLLM wants nearly all memory of a CPU, and fails if it is used.
-        self.env = {"VLLM_CPU_KVCACHE_SPACE": "4", **os.environ, **_ENVIRONMENT}
-        for name in self._withheld:
-            self.env.pop(name, None)
         self.spawn().supervise()
 
     def wait(self, tell: Callable[[str], object]) -> None:

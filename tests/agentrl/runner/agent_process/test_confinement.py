@@ -81,7 +81,7 @@ def spied(folder: Path, *, trainer: str | None, **settings: Any) -> list[dict[st
 
 
 def test_agents_of_the_same_user_read_no_process(folder: Path) -> None:
-    """Neither trainer, store's process, pool, worker nor sibling; their files they can."""
+    """Neither trainer, gateway, store's process, pool, worker nor sibling; their files they can."""
     for found in spied(folder, trainer=UNPRIVILEGED):
         assert found["uid"] != 0
         assert len(found["seen"]) == 2  # the sibling was there

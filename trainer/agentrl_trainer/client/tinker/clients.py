@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
@@ -122,7 +121,6 @@ class TinkerTrainingClient(TrainingClient):
     def _loss_of_rows(self, call: LossCall) -> APIFuture[ForwardBackwardOutput]:
         """Learn from training rows: by Tinker's loss if it has it, else by our formula on the
         log-probs that it returns."""
-        started = time.perf_counter()
         given, config = cast(Sequence[TrainingRow], call.data), call.config or {}
         parse_loss_options(call.loss_fn, config)
         check_rows(given)
@@ -148,7 +146,7 @@ class TinkerTrainingClient(TrainingClient):
             total, sums = seen[0]
             # Each row counts by itself: what the service shares among rows is unknown.
             counts, refused = count_tokens(rows), call.backward and not bool(total.isfinite())
-            stats = step_stats(total.item() / divisor, sums, counts, started, non_finite=refused)
+            stats = step_stats(total.item() / divisor, sums, counts, non_finite=refused)
             metrics = done.metrics if call.backward else {}
             outputs = trained_logprobs(given, computed) if call.logprobs else []
             return ForwardBackwardOutput(outputs, metrics | metrics_of(stats, call.loss_fn), stats)
