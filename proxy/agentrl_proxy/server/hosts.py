@@ -47,6 +47,7 @@ class HostCheck:
         self._names = {_plain(name) for name in names}
         self._below = tuple(name[1:] for name in self._names if name.startswith("*."))
         self._known: set[tuple[bytes, bytes]] = set()  # Host and Origin of requests that passed
+        self._refused = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -75,7 +76,9 @@ class HostCheck:
             is_address = header == "Host" and self._any_address and _address(name) is not None
             if value and not (same_site or is_address or self._is_ours(name)):
                 said = f"{header} {value[:200]!r} is not this server's: a web page may not use it"
-                log.warning("refused a request: %s", said)
+                self._refused += 1
+                if self._refused <= _KNOWN:  # an agent could fill the disk
+                    log.warning("refused a request: %s", said)
                 return f"{said}. Start the server with --allowed-host {name or 'NAME'} to allow it"
         return None
 

@@ -51,6 +51,7 @@ def server_of(app: FastAPI, listening: socket.socket) -> uvicorn.Server:
             lifespan="on",
             access_log=False,  # every call is in the store
             log_config=None,
+            log_level="error",  # its warnings are of invalid requests, of which any number may come
             server_header=False,
             proxy_headers=False,  # a request's address decides nothing
             date_header=False,
