@@ -56,7 +56,8 @@ class RunFolder:
         """Make a new folder; by default its name is ``prefix`` and the time.
 
         Raises:
-            ConfigError: the name is taken, or nothing can be written there.
+            ConfigError: the name is taken.
+            RuntimeError: nothing can be written there.
         """
         if name is None:
             stamp = f"{prefix}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -100,7 +101,8 @@ class RunFolder:
         would hold it on. So children close theirs at once.
 
         Raises:
-            ConfigError: another process has the lock; names it. Or nothing can be written here.
+            ConfigError: another process has the lock; names it.
+            RuntimeError: nothing can be written here.
         """
         if self._locked:
             return
@@ -212,8 +214,8 @@ class RunFolder:
         self.write(self.metrics, "".join(map(_line, kept)))
 
 
-def _unwritable(error: OSError) -> ConfigError:
-    return ConfigError(f"runs: cannot write {error.filename or 'there'}: {error.strerror}")
+def _unwritable(error: OSError) -> RuntimeError:  # no fault of the settings
+    return RuntimeError(f"runs: cannot write {error.filename or 'there'}: {error.strerror}")
 
 
 def strict(value: Any) -> Any:
