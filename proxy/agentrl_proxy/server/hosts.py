@@ -51,13 +51,14 @@ class HostCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            host = origin = b""
-            for name, value in scope["headers"]:
-                if name == b"host":
-                    # Of two, a server behind this one might believe the other.
-                    host = value if not host else b"two hosts"
-                elif name == b"origin":
-                    origin = value if not origin else b"null"
+            headers: list[tuple[bytes, bytes]] = scope["headers"]
+            by_name = dict(headers)
+            host, origin = by_name.get(b"host", b""), by_name.get(b"origin", b"")
+            if len(by_name) < len(headers):
+                # Of two, a server behind this one might believe the other.
+                names = [name for name, _ in headers]
+                host = host if names.count(b"host") < 2 else b"two hosts"
+                origin = origin if names.count(b"origin") < 2 else b"null"
             if (host, origin) not in self._known:
                 if refusal := self._refusal(host.decode("latin-1"), origin.decode("latin-1")):
                     error = forbidden(refusal, "host_not_allowed")

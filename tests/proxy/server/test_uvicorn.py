@@ -141,6 +141,7 @@ def test_an_answer_is_delivered_to_a_client_that_has_not_closed_before(
 ) -> None:
     """One that closes the connection with the last byte got it; one that closed before did not."""
     claim, count = gateway.claims[0], 30
+    gateway.sampler.delay = 0.0 if reads else 0.1  # a token
     for number in range(count):
         body = BODY | {"stream": reads and number % 2 == 0, "max_tokens": 1}
         with connected(gateway) as sock:
