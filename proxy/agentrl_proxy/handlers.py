@@ -151,13 +151,14 @@ class Handlers:
         """Count the prompt tokens of a Messages request. Nothing is sampled."""
         attempt, headers, body = await self._received(request)
         as_chat = partial(messages_as_chat, counted=True)
-        raw, _, [asked] = await self._read(body, partial(translated_parts, as_chat))
+        large = is_large(body)
+        raw, _, _, [asked] = await self._read(body, large, partial(translated_parts, as_chat))
         if isinstance(asked, ProviderRequest):
             return json_response({"input_tokens": await self.providers.count(asked)})
         adapter = self.chat.resolve_model(raw["model"], agent_name(headers))
         memory = None if attempt is None else self.attempts.of(attempt)
         render = partial(self.chat.render, longest=_COUNTED_CONTEXTS)
-        prompt = await self.large.run(is_large(body), render, asked, memory, adapter)
+        prompt = await self.large.run(large, render, asked, memory, adapter)
         return json_response({"input_tokens": len(prompt.ids)})
 
     async def _answer(self, request: Request, read: Reader, *, may_refer: bool = False) -> Response:
@@ -168,9 +169,8 @@ class Handlers:
         """
         attempt, headers, body = await self._received(request)
         known = StoredResponses(self.deps.store, attempt, headers) if may_refer else None
-        raw, provider, parts = await self._read(body, read, known)
         large = is_large(body)
-        digest = await self.large.run(large, _digest, body)
+        raw, digest, provider, parts = await self._read(body, large, read, known)
         work = ClientRequest(
             self.admission,
             self.chat if provider is None else self.providers,
@@ -186,15 +186,16 @@ class Handlers:
         return WorkResponse(work, stream=bool(raw.get("stream")))
 
     async def _read(
-        self, body: bytes, read: Reader, known: StoredResponses | None = None
-    ) -> tuple[dict[str, Any], ProviderModel | None, Parts]:
-        """Check a body. Return it parsed, the provider's model that it names, and its parts.
+        self, body: bytes, large: bool, read: Reader, known: StoredResponses | None = None
+    ) -> tuple[dict[str, Any], bytes, ProviderModel | None, Parts]:
+        """Check a body. Return it parsed, its digest, the provider's model that it names, and its
+        parts.
 
         Args:
             known: the responses that it may name.
         """
-        earlier, large = None, is_large(body)
-        raw = await self.large.run(large, read_object, body)
+        earlier = None
+        raw, digest = await self.large.run(large, _read_object, body)
         provider = self.providers.model_of(raw)
         if provider is not None:
             await self.providers.ready()
@@ -210,7 +211,7 @@ class Handlers:
                 "be recorded; ask for fewer choices, or send several requests"
             )
             raise ApiError(413, message, param="n", code="body_too_large")
-        return raw, provider, parts
+        return raw, digest, provider, parts
 
     async def _received(
         self, request: Request, *, may_be_sealed: bool = False
@@ -263,8 +264,8 @@ class Handlers:
             await asyncio.sleep(0)  # there may be thousands
 
 
-def _digest(body: bytes) -> bytes:
-    return blake2b(body, digest_size=16).digest()
+def _read_object(body: bytes) -> tuple[dict[str, Any], bytes]:
+    return read_object(body), blake2b(body, digest_size=16).digest()
 
 
 def speaks_anthropic(request: Request) -> bool:
