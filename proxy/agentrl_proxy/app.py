@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from agentrl_proxy.dependencies import GatewayDependencies
-from agentrl_proxy.errors import ApiError, internal_error
+from agentrl_proxy.errors import ApiError, internal_error, unavailable
 from agentrl_proxy.handlers import Handlers, speaks_anthropic
 from agentrl_proxy.protocols.messages import anthropic_error
 from agentrl_proxy.rendering.renderer import Renderer
@@ -104,6 +104,11 @@ class GatewayApp(FastAPI):
                 raise
             refusal = await _refusal(request, error)
             await refusal(scope, receive, send)
+        except asyncio.CancelledError:  # the server ends, and the grace period is over
+            if not started:  # else it closes the connection
+                stopping = unavailable("the gateway is stopping", "stopping")
+                refusal = await _refusal(request, stopping)
+                await refusal(scope, receive, send)
 
     def _find(self, scope: Scope) -> _Handler | None:
         path: str = scope["path"]

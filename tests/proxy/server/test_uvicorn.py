@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -217,11 +218,15 @@ def test_on_sigterm_short_answers_finish_and_long_ones_are_cut_and_recorded(
     tmp_path: Path,
 ) -> None:
     db, support = str(tmp_path / "trace.db"), str(Path(__file__).parents[2] / "support")
-    with subprocess.Popen(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, {support!r})\n{SERVER}", db],
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as server:
+    with (
+        subprocess.Popen(
+            [sys.executable, "-c", f"import sys; sys.path.insert(0, {support!r})\n{SERVER}", db],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as server,
+        ThreadPoolExecutor() as threads,
+    ):
         assert server.stdout is not None
         url = server.stdout.readline().strip()
         with openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0, timeout=30) as api:
@@ -233,8 +238,11 @@ def test_on_sigterm_short_answers_finish_and_long_ones_are_cut_and_recorded(
                 for count in (4, 100)
             ]
             chunks = [iter(stream) for stream in streams]
+            body = BODY | {"model": "policy", "max_tokens": 100}
+            whole = threads.submit(httpx.post, f"{url}{CHAT}", json=body, timeout=30)
             for one in chunks:
                 next(one)
+            time.sleep(0.1)  # the whole answer has begun, too
             server.send_signal(signal.SIGTERM)
             reasons = []
             for one in chunks:
@@ -244,7 +252,10 @@ def test_on_sigterm_short_answers_finish_and_long_ones_are_cut_and_recorded(
                     reasons.append(None)
             with pytest.raises(httpx.HTTPError):
                 httpx.get(f"{url}/healthz", timeout=2)
-        assert "closed" in server.stdout.read()
+        said, problems = server.communicate(timeout=20)
+        assert "closed" in said
+        assert "Traceback" not in problems
+        assert (whole.result().status_code, "is stopping" in whole.result().text) == (503, True)
         assert server.wait(20) == 128 + signal.SIGTERM
     assert reasons == ["length", None]
     store = Store(db)

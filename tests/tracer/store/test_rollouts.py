@@ -162,6 +162,22 @@ def test_key_opens_its_attempt_and_is_not_stored(store: Store, claim: Claim) -> 
         assert claim.key not in str(c.execute(sa.select(tables.attempts)).all())
 
 
+def test_a_dead_pools_leases_end_and_no_others(store: Store) -> None:
+    run_id = start_run(store, rollouts=3)
+    theirs, ours, other = (
+        store.claim(f"{runner}-host-1-0", 60.0, run_id) for runner in ("b", "a", "aa")
+    )
+    assert theirs
+    assert ours
+    assert other
+    assert store.end_leases("a") == [ours.attempt_id]
+    assert store.attempt_state(ours.attempt_id) is AttemptState.LOST
+    for claim in (theirs, other):
+        assert store.heartbeat(claim.attempt_id, 60.0)
+    again = claimed(store)
+    assert (again.rollout_id, again.attempt_number) == (ours.rollout_id, 2)
+
+
 def test_a_lost_lease_makes_a_new_attempt_and_shuts_the_old_one_out(store: Store) -> None:
     run_id = start_run(store, rollouts=2)
     old, alive = claimed(store, lease_s=5), claimed(store, lease_s=5)
