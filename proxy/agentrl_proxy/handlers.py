@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from hashlib import blake2b
@@ -28,19 +28,18 @@ from agentrl_proxy.errors import (
     unavailable,
 )
 from agentrl_proxy.generation.service import ChatService
-from agentrl_proxy.protocols import openapi, translation
+from agentrl_proxy.protocols import openapi
 from agentrl_proxy.protocols.chat import ChatRequest
-from agentrl_proxy.protocols.embeddings import EMBEDDINGS, no_embeddings
 from agentrl_proxy.protocols.fields import check_body, read_object
 from agentrl_proxy.protocols.messages import messages_as_chat
 from agentrl_proxy.protocols.models import ADAPTER, model_card, model_list
 from agentrl_proxy.protocols.responses import responses_as_chat
-from agentrl_proxy.providers.embeddings import EmbeddingService, embedding_request
 from agentrl_proxy.providers.requests import (
     Parts,
     Reader,
     chat_parts,
     completion_parts,
+    embedding_parts,
     translated_parts,
 )
 from agentrl_proxy.providers.service import ProviderRequest, ProviderService
@@ -49,19 +48,14 @@ from agentrl_proxy.requests.auth import Credentials, ask
 from agentrl_proxy.requests.lifecycle import ClientRequest
 from agentrl_proxy.requests.rate_limits import Admission
 from agentrl_proxy.requests.recording import agent_name
-from agentrl_proxy.requests.stored_responses import (
-    StoredResponses,
-    input_items,
-    listed,
-    response_of,
-)
+from agentrl_proxy.requests.stored_responses import StoredResponses, response_of
 from agentrl_proxy.sampler import RefusedError
 from agentrl_proxy.server.large_requests import LargeRequests, is_large
 from agentrl_proxy.server.request_body import BodyReader
 from agentrl_proxy.server.sse import WorkResponse, json_response
 from agentrl_proxy.telemetry import otlp_ingest
 from agentrl_proxy.telemetry.otlp_export import ExportingSink
-from agentrl_tracer.schemas import AttemptRef, AttemptState, Call
+from agentrl_tracer.schemas import AttemptRef, AttemptState
 
 log = logging.getLogger("agentrl.proxy")
 
@@ -142,47 +136,29 @@ class Handlers:
         """Return a stored response, from its record."""
         if request.query_params.get("stream") == "true":
             raise invalid("stream", "a stored response is not streamed; leave stream out")
-        return json_response(response_of(await self._stored(request)))
-
-    async def response_input(self, request: Request) -> Response:
-        return json_response(listed(input_items(await self._stored(request))))
-
-    async def _stored(self, request: Request) -> Call:
         headers, params = request.headers, request.path_params
         attempt = await self.credentials.caller(headers, params.get("rollout_id"))
         known = StoredResponses(self.deps.store, attempt, headers)
-        return await known.get(params["response_id"])
+        return json_response(response_of(await known.get(params["response_id"])))
 
     async def messages(self, request: Request) -> Response:
         return await self._answer(request, partial(translated_parts, messages_as_chat))
 
     async def embeddings(self, request: Request) -> Response:
-        """Answer with a provider's model; ours makes no embeddings."""
-        attempt, headers, body = await self._received(request)
-        raw = await self.large.run(is_large(body), read_object, body)
-        check_body(EMBEDDINGS, raw)
-        if self.providers.model_of(raw) is None:
-            raise no_embeddings(raw["model"])
-        memory = None if attempt is None else self.attempts.of(attempt)
-        service, parts = EmbeddingService(self.providers), [embedding_request(raw)]
-        large = is_large(body)
-        digest = await self.large.run(large, _digest, body)
-        work = ClientRequest(
-            self.admission, service, parts, 0, raw, len(body), digest, headers, memory, large
-        )
-        return WorkResponse(work, stream=False)
+        return await self._answer(request, embedding_parts)
 
     async def count_tokens(self, request: Request) -> Response:
         """Count the prompt tokens of a Messages request. Nothing is sampled."""
         attempt, headers, body = await self._received(request)
         as_chat = partial(messages_as_chat, counted=True)
-        raw, _, [asked] = await self._read(body, partial(translated_parts, as_chat))
+        large = is_large(body)
+        raw, _, _, [asked] = await self._read(body, large, partial(translated_parts, as_chat))
         if isinstance(asked, ProviderRequest):
             return json_response({"input_tokens": await self.providers.count(asked)})
         adapter = self.chat.resolve_model(raw["model"], agent_name(headers))
         memory = None if attempt is None else self.attempts.of(attempt)
         render = partial(self.chat.render, longest=_COUNTED_CONTEXTS)
-        prompt = await self.large.run(is_large(body), render, asked, memory, adapter)
+        prompt = await self.large.run(large, render, asked, memory, adapter)
         return json_response({"input_tokens": len(prompt.ids)})
 
     async def _answer(self, request: Request, read: Reader, *, may_refer: bool = False) -> Response:
@@ -193,9 +169,8 @@ class Handlers:
         """
         attempt, headers, body = await self._received(request)
         known = StoredResponses(self.deps.store, attempt, headers) if may_refer else None
-        raw, provider, parts = await self._read(body, read, known)
         large = is_large(body)
-        digest = await self.large.run(large, _digest, body)
+        raw, digest, provider, parts = await self._read(body, large, read, known)
         work = ClientRequest(
             self.admission,
             self.chat if provider is None else self.providers,
@@ -211,18 +186,19 @@ class Handlers:
         return WorkResponse(work, stream=bool(raw.get("stream")))
 
     async def _read(
-        self, body: bytes, read: Reader, known: StoredResponses | None = None
-    ) -> tuple[dict[str, Any], ProviderModel | None, Parts]:
-        """Check a body. Return it parsed, the provider's model that it names, and its parts.
+        self, body: bytes, large: bool, read: Reader, known: StoredResponses | None = None
+    ) -> tuple[dict[str, Any], bytes, ProviderModel | None, Parts]:
+        """Check a body. Return it parsed, its digest, the provider's model that it names, and its
+        parts.
 
         Args:
             known: the responses that it may name.
         """
-        earlier, large = None, is_large(body)
-        raw = await self.large.run(large, read_object, body)
+        earlier = None
+        raw, digest = await self.large.run(large, _read_object, body)
         provider = self.providers.model_of(raw)
         if provider is not None:
-            await translation.load()
+            await self.providers.ready()
         if known is not None:
             raw, earlier = await known.resolved(raw)
         parts = await self.large.run(large, read, raw, provider)
@@ -235,7 +211,7 @@ class Handlers:
                 "be recorded; ask for fewer choices, or send several requests"
             )
             raise ApiError(413, message, param="n", code="body_too_large")
-        return raw, provider, parts
+        return raw, digest, provider, parts
 
     async def _received(
         self, request: Request, *, may_be_sealed: bool = False
@@ -252,15 +228,12 @@ class Handlers:
 
     async def traces(self, request: Request) -> Response:
         attempt, headers, body = await self._received(request, may_be_sealed=True)
-        return await otlp_ingest.traces(
-            self.deps.writer, self.large, attempt, body, headers, self._note_given_up
-        )
-
-    async def _note_given_up(self, attempt: AttemptRef, request_ids: Sequence[str]) -> None:
-        """Record that the agent's process did not get the answers to these requests."""
-        self.attempts.of(attempt).given_up.update(request_ids)
-        mark = self.deps.store.mark_undelivered
-        await asyncio.to_thread(mark, attempt.attempt_id, request_ids)
+        writer, store = self.deps.writer, self.deps.store
+        response, given_up = await otlp_ingest.traces(writer, self.large, attempt, body, headers)
+        if attempt is not None and given_up:
+            self.attempts.of(attempt).given_up.update(given_up)
+            await asyncio.to_thread(store.mark_undelivered, attempt.attempt_id, given_up)
+        return response
 
     async def rewards(self, request: Request) -> Response:
         attempt, headers, body = await self._received(request, may_be_sealed=True)
@@ -291,8 +264,8 @@ class Handlers:
             await asyncio.sleep(0)  # there may be thousands
 
 
-def _digest(body: bytes) -> bytes:
-    return blake2b(body, digest_size=16).digest()
+def _read_object(body: bytes) -> tuple[dict[str, Any], bytes]:
+    return read_object(body), blake2b(body, digest_size=16).digest()
 
 
 def speaks_anthropic(request: Request) -> bool:

@@ -7,9 +7,9 @@ gives up counts there as delivered. A stream that the agent stops reading is no 
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
-from functools import cache, partial
-from types import ModuleType
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from agentrl_tracer.context import RolloutContext, current_rollout
@@ -20,12 +20,7 @@ GivenUp = Callable[[RolloutContext, str], None]
 _Report = Callable[[], None]
 
 
-def watch_send(
-    given_up: GivenUp,
-    module: ModuleType,
-    headers: Mapping[str, str],
-    send: Callable[[], Any],
-) -> Any:
+def watch_send(given_up: GivenUp, headers: Mapping[str, str], send: Callable[[], Any]) -> Any:
     """Send a marked request with httpx, httpx2 or requests; return what ``send`` does."""
     report = report_of(given_up, headers)
     if report is None:
@@ -36,8 +31,8 @@ def watch_send(
         report()
         raise
     if inspect.isawaitable(answer):
-        return _watch_awaited(answer, module, report)
-    _watch_body(answer, module, report)
+        return _watch_awaited(answer, report)
+    _watch_body(answer, report)
     return answer
 
 
@@ -49,9 +44,9 @@ def report_of(given_up: GivenUp, headers: Mapping[str, str]) -> _Report | None:
     return partial(given_up, rollout, request_id)
 
 
-async def _watch_awaited(sent: Awaitable[Any], module: ModuleType, report: _Report) -> Any:
+async def _watch_awaited(sent: Awaitable[Any], report: _Report) -> Any:
     answer = await watch_read(sent, report)
-    _watch_body(answer, module, report)
+    _watch_body(answer, report)
     return answer
 
 
@@ -63,22 +58,20 @@ async def watch_read(read: Awaitable[Any], report: _Report) -> Any:
         raise
 
 
-def _watch_body(answer: Any, module: ModuleType, report: _Report) -> None:
+def _watch_body(answer: Any, report: _Report) -> None:
     """Watch the body of an answer that is read later: a stream."""
-    if not hasattr(module, "AsyncByteStream"):  # requests
-        chunks = answer.iter_content
-        answer.iter_content = lambda *args, **kwargs: _watch_chunks(  # pyright: ignore[reportUnknownLambdaType]
-            chunks(*args, **kwargs), report
-        )
+    if hasattr(answer, "iter_content"):  # requests
+        answer.iter_content = partial(_watch_chunks, answer.iter_content, report)
     elif not answer.is_closed:
-        sync, asynchronous = _stream_types(module)
-        kind = sync if isinstance(answer.stream, module.SyncByteStream) else asynchronous
-        answer.stream = kind(answer.stream, report)
+        answer.iter_raw = partial(_watch_chunks, answer.iter_raw, report)
+        answer.aiter_raw = partial(_watch_async_chunks, answer.aiter_raw, report)
 
 
-def _watch_chunks(chunks: Iterable[bytes], report: _Report) -> Iterator[bytes]:
+def _watch_chunks(
+    read: Callable[..., Iterable[bytes]], report: _Report, *args: Any, **kwargs: Any
+) -> Iterator[bytes]:
     try:
-        yield from chunks
+        yield from read(*args, **kwargs)
     except GeneratorExit:  # the agent has read enough
         raise
     except BaseException:
@@ -86,35 +79,15 @@ def _watch_chunks(chunks: Iterable[bytes], report: _Report) -> Iterator[bytes]:
         raise
 
 
-@cache
-def _stream_types(module: Any) -> tuple[type[Any], type[Any]]:
-    """Return watching streams, sync and async, of httpx or httpx2."""
-
-    class Stream(module.SyncByteStream):
-        def __init__(self, chunks: Any, report: _Report) -> None:
-            self._chunks, self._report = chunks, report
-
-        def __iter__(self) -> Iterator[bytes]:
-            return _watch_chunks(self._chunks, self._report)
-
-        def close(self) -> None:
-            self._chunks.close()
-
-    class AsyncStream(module.AsyncByteStream):
-        def __init__(self, chunks: Any, report: _Report) -> None:
-            self._chunks, self._report = chunks, report
-
-        async def __aiter__(self) -> AsyncIterator[bytes]:
-            try:
-                async for chunk in self._chunks:
-                    yield chunk
-            except GeneratorExit:
-                raise
-            except BaseException:
-                self._report()
-                raise
-
-        async def aclose(self) -> None:
-            await self._chunks.aclose()
-
-    return Stream, AsyncStream
+async def _watch_async_chunks(
+    read: Callable[..., AsyncGenerator[bytes]], report: _Report, *args: Any, **kwargs: Any
+) -> AsyncGenerator[bytes]:
+    try:
+        async with aclosing(read(*args, **kwargs)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+    except GeneratorExit:
+        raise
+    except BaseException:
+        report()
+        raise

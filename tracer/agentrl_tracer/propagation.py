@@ -217,7 +217,7 @@ def _patch_send(
         moved = mark(str(request.url), request.headers)
         if moved is not None:
             request.url = type(request.url)(moved)
-        return watch_send(given_up, module, request.headers, partial(wrapped, *args, **kwargs))
+        return watch_send(given_up, request.headers, partial(wrapped, *args, **kwargs))
 
     for client in clients:
         wrapt.wrap_function_wrapper(module, f"{client}.send", send)

@@ -67,7 +67,7 @@ class Worker:
     ) -> None:
         self._config = config
         self._store = store
-        self._name = f"{socket.gethostname()}-{os.getpid()}-{index}"
+        self._name = f"{config.pool}-{socket.gethostname()}-{os.getpid()}-{index}"
         self._gateway = GatewayProbe(config.gateway)
         self._queue = QueueWatch(config.store)
         self._control = control

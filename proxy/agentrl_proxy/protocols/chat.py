@@ -193,7 +193,7 @@ _NAMED = Object(["function"], function=Object(["name"], name=NONEMPTY))
 CHAT = Object(
     ["model", "messages"],
     model=NAME,
-    messages=Array(MESSAGE, minimum=1, maximum=MAX_MESSAGES, everywhere=True),
+    messages=Array(MESSAGE, minimum=1, maximum=MAX_MESSAGES),
     max_tokens=MAX_TOKENS,
     max_completion_tokens=MAX_TOKENS,
     **SAMPLING,
@@ -208,7 +208,6 @@ CHAT = Object(
     return_token_ids=BOOLEAN,
     tools=Array(
         maximum=MAX_TOOLS,
-        everywhere=True,
         items=Tagged(
             {"function": Object(["function"], function=FUNCTION)},
             default="",  # some providers' own tools have none

@@ -238,8 +238,9 @@ def reply_delta(reply: ParsedReply) -> dict[str, Any]:
         delta["reasoning_content"] = reply.reasoning
     if reply.content:
         delta["content"] = reply.content
-    if reply.pieces:
-        delta["tool_calls"] = reply.pieces
+    if reply.tool_calls:
+        calls = enumerate(reply.tool_calls, reply.first_call)
+        delta["tool_calls"] = [{"index": i, **call.as_dict()} for i, call in calls]
     return delta
 
 

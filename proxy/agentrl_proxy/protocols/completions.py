@@ -164,8 +164,6 @@ def _prompts(
         if isinstance(ids, str):
             # No template writes the special tokens here, so the tokenizer adds its own.
             ids = renderer.encode(ids, context_length, special=True, param="prompt")
-        elif isinstance(ids, list) and context_length is not None and len(ids) >= context_length:
-            raise context_length_exceeded(len(ids), context_length, "prompt")
         elif not isinstance(ids, list) or not all(map(is_integer, ids)):
             raise invalid("prompt", f"prompt[{i}] must be a text or a list of token ids")
         elif (wrong := next((one for one in ids if not 0 <= one <= last), None)) is not None:

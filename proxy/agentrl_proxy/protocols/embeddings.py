@@ -40,16 +40,18 @@ EMBEDDINGS = Object(
 )
 
 
+_USAGE = ("prompt_tokens", "total_tokens")
+
+
 class EmbeddingDialect(ChatDialect):
     """Writes the provider's answer as it is."""
 
     id_prefix = "embd_"
 
-    def __init__(self) -> None:
-        super().__init__({})
-
     def whole(self, response: dict[str, Any]) -> dict[str, Any]:
-        return {name: response[name] for name in ("object", "data", "model", "usage")}
+        usage = {name: response["usage"].get(name, 0) for name in _USAGE}
+        data, model = response["data"], response["model"]
+        return {"object": "list", "data": data, "model": model, "usage": usage}
 
 
 def no_embeddings(model: str) -> ApiError:

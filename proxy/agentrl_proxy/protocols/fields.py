@@ -4,8 +4,8 @@ Knows JSON. The fields of each protocol stand in that protocol's module.
 
 ``null`` always means that an optional field is not set. Unknown fields are ignored, because
 frameworks send many. A field type accepts what ``check`` accepts; a test generates requests from
-the schemas and compares. With ``ours=False`` a provider answers the request: then only the JSON
-types that LiteLLM relies on are checked, and ranges are left to the provider.
+the schemas and compares. With ``ours=False`` a provider answers the request: then only lengths of
+lists and the JSON types that LiteLLM relies on are checked, and ranges are left to the provider.
 """
 
 from __future__ import annotations
@@ -59,24 +59,13 @@ class Value:
 
 
 class Array:
-    """A list of one field type.
-
-    Args:
-        everywhere: whether the maximum holds for requests to providers, too. Other lengths they
-            judge themselves.
-    """
+    """A list of one field type."""
 
     def __init__(
-        self,
-        items: Field,
-        *,
-        minimum: int = 0,
-        maximum: int | None = None,
-        everywhere: bool = False,
-        **more: Any,
+        self, items: Field, *, minimum: int = 0, maximum: int | None = None, **more: Any
     ) -> None:
-        self._everywhere = everywhere
-        self._items, self._minimum, self._maximum = items, minimum, maximum
+        self._items, self._minimum = items, minimum
+        self._maximum = math.inf if maximum is None else maximum
         length = "" if maximum is None else f" of up to {maximum}"
         self._allowed = f"a {'non-empty ' if minimum else ''}list{length}"
         limits = {"minItems": minimum or None, "maxItems": maximum}
@@ -84,10 +73,7 @@ class Array:
         self.schema |= {name: limit for name, limit in limits.items() if limit is not None}
 
     def check(self, value: Any, ours: bool) -> None:
-        if not isinstance(value, list) or len(value) < self._minimum:
-            raise WrongValue(value, self._allowed)
-        judged = ours or self._everywhere
-        if judged and self._maximum is not None and len(value) > self._maximum:
+        if not isinstance(value, list) or not self._minimum <= len(value) <= self._maximum:
             raise WrongValue(value, self._allowed)
         i = 0
         try:

@@ -49,7 +49,6 @@ _UNSUPPORTED = {
         ("response_format", "guided_json", "structured_outputs"), "send `output_config.format`"
     ),
 }
-_FUNCTION = ("name", "description", "parameters", "strict")  # OpenAI's order
 _NO_MEDIA = ("unsupported_content", "this model reads text only")
 _MEDIA: dict[str, Object] = {"image": Object([]), "document": Object([])}
 _TEXT_BLOCK = Tagged(
@@ -85,14 +84,10 @@ COUNT = Object(
     ["model", "messages"],
     model=NAME,
     messages=Array(
-        _MESSAGE,
-        minimum=1,
-        maximum=MAX_MESSAGES,
-        everywhere=True,
-        description="the last message is the user's",
+        _MESSAGE, minimum=1, maximum=MAX_MESSAGES, description="the last message is the user's"
     ),
     system=text_or(_TEXT_BLOCK),
-    tools=Array(_TOOL, maximum=MAX_TOOLS, everywhere=True),
+    tools=Array(_TOOL, maximum=MAX_TOOLS),
     tool_choice=Tagged(
         dict.fromkeys(("auto", "any", "none"), Object([], disable_parallel_tool_use=BOOLEAN))
         | {"tool": Object(["name"], name=TEXT, disable_parallel_tool_use=BOOLEAN)}
@@ -132,19 +127,16 @@ def messages_as_chat(
         raise invalid("messages", "the last message must be the user's; prefilling the "
                       "assistant's reply is not supported")  # fmt: skip
     refuse_unsupported(raw, _UNSUPPORTED, ours=ours)
-    messages = [_readable(message, ours=ours) for message in raw["messages"]]
-    readable = {**raw, "messages": messages}
+    readable = {**raw, "messages": [_with_error_texts(message) for message in raw["messages"]]}
+    config = raw.get("output_config") or {}
     if provider_model is None:
         chat, names = conversion.chat_of_messages(readable), dict[str, str]()
+        chat |= {name: raw.get(name) for name in ("thinking", *TEMPLATE)}
+        chat["reasoning_effort"] = config.get("effort")
     else:
         chat, names = translation.chat_of_messages(readable, provider_model)
     if (raw.get("tool_choice") or {}).get("disable_parallel_tool_use"):
         chat["parallel_tool_calls"] = False  # LiteLLM drops it
-    for tool in chat.get("tools") or []:
-        # Templates write a tool's fields in their order, and LiteLLM puts the description last.
-        function = tool["function"]
-        tool["function"] = {name: function[name] for name in _FUNCTION if name in function}
-    config = raw.get("output_config") or {}
     format = config.get("format") or raw.get("output_format")
     if format is not None:  # LiteLLM's format requires every property
         schema = {"name": "output", "schema": format["schema"], "strict": True}
@@ -156,21 +148,14 @@ def messages_as_chat(
                 chat["reasoning_effort"] = effort  # "none": the client wants no thinking
         elif "reasoning_effort" not in chat:  # LiteLLM would make it a budget for thinking
             chat["output_config"] = {"effort": effort}
-    if ours:
-        chat |= {name: raw.get(name) for name in ("thinking", *TEMPLATE)}
-        chat["reasoning_effort"] = config.get("effort")
     chat["stream"] = raw.get("stream")
     return chat, MessagesDialect(names)
 
 
-def _readable(message: dict[str, Any], *, ours: bool) -> dict[str, Any]:
-    """Return a message of which LiteLLM loses nothing."""
+def _with_error_texts(message: dict[str, Any]) -> dict[str, Any]:
     content = message["content"]
     if isinstance(content, str):
         return message
-    if ours and not content:
-        # LiteLLM drops an assistant's turn without content: its tokens would not be continued.
-        return {**message, "content": ""}
     return {**message, "content": [_with_error_text(block) for block in content]}
 
 

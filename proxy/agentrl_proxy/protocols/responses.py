@@ -84,7 +84,7 @@ _ITEM = Tagged(
 _NO_BUILT_IN = ("unsupported_tool", "this model has no built-in tools")
 _FORMATS = dict.fromkeys(("text", "json_object"), Object([])) | {"json_schema": SCHEMA_FORMAT}
 _NAMED = Object(["name"], name=TEXT)
-_ITEMS_SENT = Array(_ITEM, minimum=1, maximum=MAX_MESSAGES, everywhere=True)
+_ITEMS_SENT = Array(_ITEM, minimum=1, maximum=MAX_MESSAGES)
 RESPONSES = Object(
     ["model", "input"],
     model=NAME,
@@ -95,9 +95,7 @@ RESPONSES = Object(
     max_tool_calls=replace(integer(0), for_provider=None),
     store=BOOLEAN,
     truncation=one_of("auto", "disabled"),
-    tools=Array(
-        Tagged({"function": FUNCTION}, refusal=_NO_BUILT_IN), maximum=MAX_TOOLS, everywhere=True
-    ),
+    tools=Array(Tagged({"function": FUNCTION}, refusal=_NO_BUILT_IN), maximum=MAX_TOOLS),
     tool_choice=tool_choice(_NAMED, allowed_tools(_NAMED)),
     text=Object([], format=Tagged(_FORMATS)),
     include=Array(replace(ANYTHING, schema={"enum": [_WITH_LOGPROBS]})),

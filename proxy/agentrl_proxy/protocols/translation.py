@@ -9,40 +9,27 @@ messages.py write them.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
-import threading
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 from agentrl_proxy.errors import invalid
 
-IMPORTING = threading.Lock()
-"""Held while LiteLLM is imported: its modules import each other in circles, and a second thread
-would find them half imported."""
-
-
-async def load() -> None:
-    """Import what the translations need, in a thread, unless it was at the gateway's start."""
-    # Not by looking into sys.modules: a module is there while it is still being imported.
-    if not translators.cache_info().currsize:
-        await asyncio.to_thread(translators)
-
 
 @cache
 def translators() -> tuple[Any, Any]:
-    """Return LiteLLM's translators of Messages and of Responses requests."""
+    """Import LiteLLM, which takes seconds, and return its translators of Messages and of Responses
+    requests."""
     # Else LiteLLM fetches its price list over the network, and reads the folder's .env file.
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     os.environ.setdefault("LITELLM_MODE", "PRODUCTION")
-    with IMPORTING:
-        import litellm.responses.main  # noqa: F401  # pyright: ignore[reportUnusedImport]
-        from litellm.llms.anthropic.pass_through.adapters.transformation import AnthropicAdapter
-        from litellm.responses.litellm_completion_transformation.transformation import (
-            LiteLLMCompletionResponsesConfig,
-        )
+    import litellm.responses.main  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    from litellm.llms.anthropic.pass_through.adapters.transformation import AnthropicAdapter
+    from litellm.responses.litellm_completion_transformation.transformation import (
+        LiteLLMCompletionResponsesConfig,
+    )
 
     return AnthropicAdapter(), LiteLLMCompletionResponsesConfig
 

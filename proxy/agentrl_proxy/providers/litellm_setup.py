@@ -8,49 +8,46 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import socket
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 from agentrl_proxy.dependencies import ProviderModel
-from agentrl_proxy.protocols.translation import IMPORTING, translators
+from agentrl_proxy.protocols.translation import translators
 
 
 async def make_router(models: Mapping[str, ProviderModel]) -> Any:
     """Return the Router for these models. Holds its event loop for seconds, see
     background_loop.py."""
-    translators()
-    with IMPORTING:
-        os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else the import fetches a file
-        import litellm
-        from litellm.router import Router
+    translators()  # first, for the environment that it sets
+    import litellm
+    from litellm.router import Router
 
-        litellm.suppress_debug_info = True  # it prints advice to stdout at every error
-        litellm.turn_off_message_logging = True
-        for name in ("LiteLLM", "LiteLLM Router"):
-            # They quote errors, which may quote keys; our own log has cleaned ones.
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-        # Its DEBUG level quotes requests with most of their headers.
-        logging.getLogger("openai").setLevel(logging.INFO)
-        await _warm_up(litellm)
-        own = ("model", "api_base", "api_key", "timeout", "num_retries")
-        return Router(
-            model_list=[
-                {
-                    "model_name": name,
-                    "litellm_params": {**model.params, **{f: getattr(model, f) for f in own}},
-                }
-                for name, model in models.items()
-            ],
-            fallbacks=[
-                {name: list(model.fallbacks)} for name, model in models.items() if model.fallbacks
-            ],
-            num_retries=0,  # each model has its own number
-            # A name has one deployment: cooling it down would turn one failure into many.
-            disable_cooldowns=True,
-        )
+    litellm.suppress_debug_info = True  # it prints advice to stdout at every error
+    litellm.turn_off_message_logging = True
+    for name in ("LiteLLM", "LiteLLM Router"):
+        # They quote errors, which may quote keys; our own log has cleaned ones.
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    # Its DEBUG level quotes requests with most of their headers.
+    logging.getLogger("openai").setLevel(logging.INFO)
+    await _warm_up(litellm)
+    own = ("model", "api_base", "api_key", "timeout", "num_retries")
+    return Router(
+        model_list=[
+            {
+                "model_name": name,
+                "litellm_params": {**model.params, **{f: getattr(model, f) for f in own}},
+            }
+            for name, model in models.items()
+        ],
+        fallbacks=[
+            {name: list(model.fallbacks)} for name, model in models.items() if model.fallbacks
+        ],
+        num_retries=0,  # each model has its own number
+        # A name has one deployment: cooling it down would turn one failure into many.
+        disable_cooldowns=True,
+    )
 
 
 async def close_connections() -> None:

@@ -30,6 +30,7 @@ from agentrl_proxy.protocols.completions import (
     check_completion,
     completion_requests,
 )
+from agentrl_proxy.protocols.embeddings import EMBEDDINGS, EmbeddingDialect, no_embeddings
 from agentrl_proxy.protocols.fields import check_body
 from agentrl_proxy.protocols.vendor_fields import refuse_unsupported
 from agentrl_proxy.providers.service import ProviderRequest
@@ -80,3 +81,13 @@ def completion_parts(
         chat |= {"logprobs": logprobs} if in_text else {"logprobs": True, "top_logprobs": logprobs}
     chats = [{**chat, "messages": [{"role": "user", "content": prompt}]} for prompt in prompts]
     return [ProviderRequest(raw, one, dialect, n, i * n) for i, one in enumerate(chats)]
+
+
+def embedding_parts(raw: dict[str, Any], provider: ProviderModel | None) -> Parts:
+    check_body(EMBEDDINGS, raw)
+    if provider is None:
+        raise no_embeddings(raw["model"])
+    if raw.get("stream"):
+        raise invalid("stream", "embeddings are not streamed; leave stream out")
+    texts = 1 if isinstance(raw["input"], str) else len(raw["input"])
+    return [ProviderRequest(raw, raw, EmbeddingDialect({}), texts=texts)]

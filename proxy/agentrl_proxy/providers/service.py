@@ -1,7 +1,8 @@
 """Send requests to providers' models (a judge, an answerer) through LiteLLM, and record them.
 
-Knows LiteLLM's Router, and what a call leaves behind: rows without tokens, which
-never train. Does not know which protocol the client speaks (requests.py).
+Knows LiteLLM's Router, and what a call leaves behind: rows without tokens, which never train. The
+row of a request for embeddings has no answer either: vectors may be megabytes. So a client's retry
+asks again. Does not know which protocol the client speaks (requests.py).
 
 - A model that stands in for the policy is sampled as the rollout's settings force. If the provider
   refuses a forced setting (reasoning models take temperature 1 only), it is asked again without it,
@@ -31,6 +32,7 @@ from agentrl_proxy.dependencies import GatewayDependencies, GatewayStats, Provid
 from agentrl_proxy.errors import ApiError, invalid, unavailable
 from agentrl_proxy.protocols import chat_objects
 from agentrl_proxy.protocols.chat import PROVIDER_CHAT
+from agentrl_proxy.protocols.embeddings import EMBEDDINGS
 from agentrl_proxy.providers import litellm_setup
 from agentrl_proxy.providers.background_loop import BackgroundLoop
 from agentrl_proxy.providers.failures import api_error
@@ -47,6 +49,7 @@ log = logging.getLogger("agentrl.proxy")
 _PASSED_ON = PROVIDER_CHAT.properties.keys() - {
     "model", "stream", "stream_options", "return_token_ids",
 }  # fmt: skip
+_PASSED_ON_TO_EMBED = EMBEDDINGS.properties.keys() - {"model"}
 _RECORDED = ("max_tokens", "max_completion_tokens", "temperature", "top_p", "stop", "seed")
 
 
@@ -59,6 +62,7 @@ class ProviderRequest:
     dialect: chat_objects.Dialect
     n: int = 1
     first_choice: int = 0  # index in the response of this prompt's first choice
+    texts: int = 0  # to embed; 0: it asks for a chat completion
 
     @property
     def name(self) -> str:
@@ -105,7 +109,7 @@ class ProviderService:
         if self._models:
             self._litellm = BackgroundLoop(litellm_setup.close_connections)
             with suppress(ApiError):  # logged; the next request tries again
-                await self._ready()
+                await self.ready()
             gc.freeze()  # a full collection among LiteLLM's objects would stop requests for 0.2 s
 
     async def close(self) -> None:
@@ -124,10 +128,13 @@ class ProviderService:
         if client.memory is not None and self._models[request.name].is_policy:
             forced = (client.memory.attempt.sampling or {}).get("force") or {}
         chat = {**request.chat, **forced}
-        fields = {key: chat[key] for key in _PASSED_ON & chat.keys() if chat[key] is not None}
+        passed_on = _PASSED_ON_TO_EMBED if request.texts else _PASSED_ON
+        fields = {key: chat[key] for key in passed_on & chat.keys() if chat[key] is not None}
         if request.n == 1:
             fields.pop("n", None)
         params = {"n": request.n} | {k: chat[k] for k in _RECORDED if chat.get(k) is not None}
+        if request.texts:
+            params = {"embeddings": request.texts}
         skip_reason = SkipReason.NOT_TRAINABLE_MODEL
         rows = open_calls(client, request, seq, params, skip_reason=skip_reason)
         self.stats.accepted += request.n
@@ -142,9 +149,11 @@ class ProviderService:
             # Usage is recorded whether or not the client wants it.
             call.fields |= {"stream": True, "stream_options": {"include_usage": True}}
         try:
-            litellm, router = await self._ready()
+            litellm, router = await self.ready()
             if write is None or call.streamed is None:
                 said = await litellm.run(self._whole(router, call))
+                if request.texts:
+                    return _chat_completion(call, said, []) | {"data": said["data"]}
                 first, choices = request.first_choice, said["choices"]
                 choices = [normalized(one, one.get("index", 0) + first) for one in choices]
                 for one in choices:
@@ -153,13 +162,9 @@ class ProviderService:
                 async with aclosing(litellm.iterate(self._chunks(router, call))) as chunks:
                     await _relay(chunks, call, call.streamed, write)
                 said, choices = call.streamed.said, call.streamed.choices
-            response = _chat_completion(call, said, choices)
-        except Exception as error:
-            raise self._failed(call, error) from None  # the cause would quote the provider
-        memory = call.client.memory
-        if memory is not None and memory.spent is not None:
-            memory.spent.tokens += response["usage"].get("total_tokens", 0)
-        return response
+            return _chat_completion(call, said, choices)
+        except Exception as error:  # the cause would quote the provider
+            raise self._failed(call, error) from None
 
     def last_chunks(self, call: ProviderCall, response: dict[str, Any]) -> list[bytes]:
         if call.streamed is not None:
@@ -178,7 +183,7 @@ class ProviderService:
         rows: list[Call] = []
         for row in call.rows:
             one = choices.get(row.choice)
-            missing = one is None and state is CallState.COMPLETED
+            missing = one is None and state is CallState.COMPLETED and not call.request.texts
             params = {k: v for k, v in row.params.items() if k not in not_enforced}
             rows.append(
                 replace(
@@ -204,33 +209,13 @@ class ProviderService:
         call.error = refusal.message
         return refusal
 
-    async def embed(self, call: ProviderCall) -> tuple[dict[str, Any], float | None]:
-        """Return a provider's embeddings, and what they cost.
-
-        Raises:
-            ApiError: the provider refused or failed; ``call.error`` says how.
-        """
-        litellm, router = await self._ready()
-
-        async def vectors() -> dict[str, Any]:
-            answer = await router.aembedding(
-                model=call.request.name, logger_fn=call.log_event, **call.fields
-            )
-            call.notes = _hidden(answer)
-            return answer.model_dump(exclude_none=True)
-
-        try:
-            return await litellm.run(vectors()), call.notes.get("response_cost")
-        except Exception as error:
-            raise self._failed(call, error) from None  # the cause would quote the provider
-
     async def count(self, request: ProviderRequest) -> int:
         """Estimate the tokens of a prompt with LiteLLM's counter. The provider is not asked.
 
         Raises:
             ApiError: LiteLLM cannot read the prompt (400) or does not start (503).
         """
-        await self._ready()
+        await self.ready()
         import litellm
 
         model, chat = self._models[request.name].model, request.chat
@@ -269,8 +254,9 @@ class ProviderService:
             if left_out:
                 call.params["not_enforced"] = sorted(left_out)
             fields = {key: value for key, value in call.fields.items() if key not in left_out}
+            send = router.aembedding if call.request.texts else router.acompletion
             try:
-                return await router.acompletion(model=name, logger_fn=call.log_event, **fields)
+                return await send(model=name, logger_fn=call.log_event, **fields)
             except Exception as error:
                 said = str(getattr(error, "message", None) or error)
                 found = {one for one in call.forced & fields.keys() if one in said}
@@ -285,7 +271,7 @@ class ProviderService:
 
     # --- on the gateway's loop
 
-    async def _ready(self) -> tuple[BackgroundLoop, Any]:
+    async def ready(self) -> tuple[BackgroundLoop, Any]:
         """Return LiteLLM's loop and Router.
 
         Raises:
@@ -355,4 +341,7 @@ def _chat_completion(
     }
     del call.params["usage_unknown"]
     call.params |= {key: value for key, value in notes.items() if value is not None}
+    memory = call.client.memory
+    if memory is not None and memory.spent is not None:
+        memory.spent.tokens += usage.get("total_tokens", 0)
     return chat_objects.completion(call.client.heading, choices, usage)

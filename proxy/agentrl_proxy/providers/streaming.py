@@ -7,10 +7,10 @@ rows. A stream has one choice (see service.py). ``litellm.stream_chunk_builder``
 
 from __future__ import annotations
 
-import secrets
 from typing import Any
 
 from agentrl_proxy.protocols.completions import legacy_entries, plain_entry
+from agentrl_proxy.rendering.reply import new_call_id
 
 
 class StreamedAnswer:
@@ -68,7 +68,7 @@ class StreamedAnswer:
                 known["arguments"] += arguments
                 return {"index": index, "function": {"arguments": arguments}}
         index = self._calls[place] = len(calls)
-        call_id = call_id or f"call_{secrets.token_hex(12)}"
+        call_id = call_id or new_call_id()
         function = {"name": name or "", "arguments": arguments}
         begun = {k: v for k, v in piece.items() if k != "index"}
         begun |= {"id": call_id, "type": "function", "function": function}

@@ -10,11 +10,11 @@ import contextlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache, cached_property
+from functools import cache, lru_cache
 from typing import Any
 
 from agentrl_proxy.errors import context_length_exceeded, invalid
-from agentrl_proxy.rendering import prompt_length
+from agentrl_proxy.rendering.prompt_length import exceeds
 from agentrl_proxy.rendering.reply import ParsedReply
 from agentrl_proxy.rendering.templates import THINKING_SWITCHES, switches
 from agentrl_proxy.rendering.templates import response_template as family_template
@@ -47,12 +47,12 @@ class Renderer:
     ) -> None:
         self.tokenizer = tokenizer
         self.template_kwargs = dict(template_kwargs or {})
-        self._given = (response_template, frozenset(stop_ids))
-        self._variants: dict[str, Renderer] = {}  # by their template_kwargs
+        self._stop_ids = frozenset(stop_ids)
+        self._given = {"response_template": response_template, "stop_ids": self._stop_ids}
+        self._variant = lru_cache(MAX_VARIANTS)(self._with_kwargs)
         template = response_template or getattr(tokenizer, "response_template", None)
         chat_template: str = tokenizer.get_chat_template() or ""
         template = template or family_template(chat_template)
-        self._stop_ids = self._given[1]
         if tokenizer.eos_token_id is not None:
             self._stop_ids |= {tokenizer.eos_token_id}
         self._knows_developer = "developer" in chat_template
@@ -77,11 +77,6 @@ class Renderer:
         self.reasoning_marks = self._format.reasoning_marks
         self.vocab_size = len(tokenizer)
         self._byte_level = "ByteLevel" in str(tokenizer.backend_tokenizer.decoder)
-
-    @cached_property
-    def longest_token(self) -> int | None:
-        """How many bytes of a text a token can stand for; None: any number."""
-        return prompt_length.longest_token(self.tokenizer.backend_tokenizer)
 
     def with_switches(
         self, thinking: bool | None, effort: str | None, kwargs: Mapping[str, Any]
@@ -110,21 +105,11 @@ class Renderer:
         asked |= dict.fromkeys(THINKING_SWITCHES, thinking)
         asked = {k: v for k, v in asked.items() if v is not None and k in self.switches}
         asked |= kwargs
-        if not asked:
-            return self
-        name = json.dumps(asked, sort_keys=True)
-        if name not in self._variants:
-            if len(self._variants) >= MAX_VARIANTS:
-                self._variants.clear()
-            template, stop_ids = self._given
-            variant = self._variants[name] = Renderer(
-                self.tokenizer,
-                response_template=template,
-                stop_ids=stop_ids,
-                template_kwargs=asked,
-            )
-            variant.longest_token = self.longest_token
-        return self._variants[name]
+        return self._variant(json.dumps(asked, sort_keys=True)) if asked else self
+
+    def _with_kwargs(self, kwargs: str) -> Renderer:
+        given: Any = self._given
+        return Renderer(self.tokenizer, template_kwargs=json.loads(kwargs), **given)
 
     def normalize(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages as templates expect them: text contents, tool arguments as values."""
@@ -196,13 +181,8 @@ class Renderer:
                 return backend.encode(text, add_special_tokens=special).ids
             # Other threads run meanwhile; ``encode`` would hold them up.
             encode = backend.encode_batch_fast
-            if limit is not None:
-                longest = self.longest_token
-                least = prompt_length.exceeds(
-                    text, limit, longest, lambda piece: len(encode([piece])[0].ids)
-                )
-                if least is not None:
-                    raise context_length_exceeded(least, limit, param, at_least=True)
+            if limit is not None and exceeds(text, limit, lambda one: len(encode([one])[0].ids)):
+                raise context_length_exceeded(limit + 1, limit, param, at_least=True)
             return encode([text], add_special_tokens=special)[0].ids
         except (TypeError, UnicodeEncodeError):
             # Tool arguments are JSON inside a string, which may escape a lone surrogate.

@@ -37,13 +37,12 @@ class ToolCall:
 
 @dataclass(slots=True)
 class ParsedReply:
-    """A whole reply, or a piece of one, whose calls are in ``pieces`` as chat completion chunks
-    have them."""
+    """A whole reply, or a piece of one."""
 
     content: str = ""
     reasoning: str = ""
     tool_calls: list[ToolCall] = field(default_factory=list[ToolCall])
-    pieces: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    first_call: int = 0  # of a piece: the index of its first call in the reply
 
 
 def read_call(text: str, name: str | None) -> ToolCall:

@@ -120,7 +120,7 @@ class ReplyParser:
             # Trailing whitespace could belong to a tool call that follows. ``_show`` would do the
             # same; most pieces of all end here.
             content, shown = self._raw.rstrip(), self._shown
-            piece = ParsedReply(content[len(shown.content) :], "", [], [])
+            piece = ParsedReply(content[len(shown.content) :], "", [])
             shown.content = content
             return piece
         return self._show()
@@ -229,12 +229,11 @@ class ReplyParser:
 
     def _reveal(self, content: str, reasoning: str, calls: list[ToolCall]) -> ParsedReply:
         """Return what has not been shown of this reply. From now on it has."""
-        shown = self._shown
-        piece = ParsedReply(content[len(shown.content) :], reasoning[len(shown.reasoning) :])
+        shown, known = self._shown, len(self._shown.tool_calls)
+        thought = reasoning[len(shown.reasoning) :]
+        piece = ParsedReply(content[len(shown.content) :], thought, calls[known:], known)
         shown.content, shown.reasoning = content, reasoning
-        for index, call in enumerate(calls[len(shown.tool_calls) :], len(shown.tool_calls)):
-            piece.pieces.append({"index": index, **call.as_dict()})
-            shown.tool_calls.append(call)
+        shown.tool_calls += piece.tool_calls
         return piece
 
 

@@ -24,6 +24,7 @@ log = logging.getLogger("agentrl.proxy")
 
 T = TypeVar("T")
 _MAX_CACHED = 10_000
+_MOST_LOGGED = 256  # requests that name two rollouts; ``stats`` counts all
 
 
 async def ask(store: Store, method: Callable[..., T], *args: object) -> T:
@@ -139,7 +140,8 @@ class Credentials:
 
     def _mismatch(self, rollout_id: str, why: str) -> ApiError:
         self._stats.mismatched += 1
-        log.warning("refused a request to rollout %.64r: %s", rollout_id, why)
+        if self._stats.mismatched <= _MOST_LOGGED:  # an agent could fill the disk
+            log.warning("refused a request to rollout %.64r: %s", rollout_id, why)
         return forbidden(f"the request names two rollouts: {why}", "rollout_mismatch")
 
 

@@ -9,7 +9,7 @@ those with ``store: false``, do not exist for it. Does not know prompts or token
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Item = dict[str, Any]
 
 _RESPONSE_ID = re.compile(RESPONSE_PREFIX + "[0-9a-f]{24}")
-_ITEM_ID = re.compile(r"(?:in|msg|rs|fc)_([0-9a-f]{24})(?:_\d+)?")
+_ITEM_ID = re.compile(r"(?:msg|rs|fc)_([0-9a-f]{24})(?:_\d+)?")
 _STATUS = {
     CallState.OPEN: "in_progress",
     CallState.ERROR: "failed",
@@ -69,20 +69,18 @@ class StoredResponses:
         Raises:
             ApiError: a response or item is not found, or was not completed (400).
         """
-        given, previous = raw.get("input"), raw.get("previous_response_id")
-        items: list[Any] = given if isinstance(given, list) else []
+        items, previous = _as_items(raw.get("input")), raw.get("previous_response_id")
         if previous is None and not any(map(_is_reference, items)):
             return raw, None
-        if isinstance(given, str) and given:
-            items = [{"role": "user", "content": given}]
-        earlier, said, known = None, list[Any](), dict[str, tuple[Call, dict[Any, Item]]]()
+        earlier, said, known = None, list[Any](), dict[str, tuple[Call, dict[str, Item]]]()
         if previous is not None:
             earlier = await self.find(previous)
             if earlier is None:
                 message = f"Previous response with id {previous!r} not found."
                 code = "previous_response_not_found"
                 raise invalid("previous_response_id", message, code=code)
-            said += all_items(_completed(earlier, "previous_response_id"))
+            asked = _completed(earlier, "previous_response_id").request or {}
+            said += [*_as_items(asked.get("input")), *_output_items(earlier)]
         for i, item in enumerate(items):
             if not _is_reference(item):
                 said.append(item)
@@ -91,13 +89,13 @@ class StoredResponses:
             found = _ITEM_ID.fullmatch(str(item.get("id")))
             of = RESPONSE_PREFIX + found[1] if found else ""
             if of not in known and (call := await self.find(of)):  # read once for all its items
-                known[of] = call, {one.get("id"): one for one in all_items(_completed(call, where))}
+                known[of] = call, {one["id"]: one for one in _output_items(_completed(call, where))}
             if of not in known or item["id"] not in known[of][1]:
                 message = f"Item with id {str(item.get('id'))[:100]!r} not found."
                 raise invalid(where, message, code="item_not_found")
             earlier, items_of = known[of]
             said.append(items_of[item["id"]])
-        return {**raw, "input": said or given}, earlier
+        return {**raw, "input": said or raw.get("input")}, earlier
 
 
 def response_of(call: Call) -> dict[str, Any]:
@@ -109,38 +107,19 @@ def response_of(call: Call) -> dict[str, Any]:
     return dialect.unanswered(heading, _STATUS.get(call.state, "failed"), call.error)
 
 
-def input_items(call: Call) -> list[Item]:
-    """Return the input of a response, which begins with what it continued."""
-    given = (call.request or {}).get("input")
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given or []
-    own = call.response_id.removeprefix(RESPONSE_PREFIX)
-    return [{"id": f"in_{own}_{i}", **item} for i, item in enumerate(items)]
+def _as_items(given: Any) -> list[Any]:
+    """Return the ``input`` of a request as a list of items."""
+    if isinstance(given, str) and given:
+        return [{"role": "user", "content": given}]
+    return given if isinstance(given, list) else []
 
 
-def all_items(call: Call) -> list[Item]:
-    return [*input_items(call), *_output_items(call)]
-
-
-def _output_items(call: Call) -> Iterator[Item]:
-    for item in response_of(call)["output"]:
+def _output_items(call: Call) -> list[Item]:
+    items: list[Item] = response_of(call)["output"]
+    for item in items:
         for part in item.get("content") or ():
             part.pop("logprobs", None)
-        yield item
-
-
-def listed(items: list[Item]) -> dict[str, Any]:
-    """Return input items as one page, newest first."""
-    data = [_whole_item(item) for item in reversed(items)]
-    ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {}
-    return {"object": "list", "data": data, "has_more": False, **ends}
-
-
-def _whole_item(item: Item) -> Item:
-    item = {"type": "message", **item}
-    if item["type"] == "message" and isinstance(item.get("content"), str):
-        kind = "output_text" if item.get("role") == "assistant" else "input_text"
-        item["content"] = [{"type": kind, "text": item["content"]}]
-    return item
+    return items
 
 
 def _is_reference(item: Any) -> bool:

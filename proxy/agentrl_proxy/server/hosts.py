@@ -7,13 +7,15 @@ its browser sends the page's own name as Host, and the page's site as Origin.
 from __future__ import annotations
 
 import ipaddress
-import json
 import logging
 import socket
 from collections.abc import Iterable
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
+
+from agentrl_proxy.errors import forbidden
+from agentrl_proxy.server.sse import json_response
 
 log = logging.getLogger("agentrl.proxy")
 
@@ -45,19 +47,22 @@ class HostCheck:
         self._names = {_plain(name) for name in names}
         self._below = tuple(name[1:] for name in self._names if name.startswith("*."))
         self._known: set[tuple[bytes, bytes]] = set()  # Host and Origin of requests that passed
+        self._refused = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            host = origin = b""
-            for name, value in scope["headers"]:
-                if name == b"host":
-                    # Of two, a server behind this one might believe the other.
-                    host = value if not host else b"two hosts"
-                elif name == b"origin":
-                    origin = value if not origin else b"null"
+            headers: list[tuple[bytes, bytes]] = scope["headers"]
+            by_name = dict(headers)
+            host, origin = by_name.get(b"host", b""), by_name.get(b"origin", b"")
+            if len(by_name) < len(headers):
+                # Of two, a server behind this one might believe the other.
+                names = [name for name, _ in headers]
+                host = host if names.count(b"host") < 2 else b"two hosts"
+                origin = origin if names.count(b"origin") < 2 else b"null"
             if (host, origin) not in self._known:
                 if refusal := self._refusal(host.decode("latin-1"), origin.decode("latin-1")):
-                    await _refuse(send, refusal)
+                    error = forbidden(refusal, "host_not_allowed")
+                    await json_response(error.body(), error.status)(scope, receive, send)
                     return
                 if len(self._known) < _KNOWN:
                     self._known.add((host, origin))
@@ -72,7 +77,9 @@ class HostCheck:
             is_address = header == "Host" and self._any_address and _address(name) is not None
             if value and not (same_site or is_address or self._is_ours(name)):
                 said = f"{header} {value[:200]!r} is not this server's: a web page may not use it"
-                log.warning("refused a request: %s", said)
+                self._refused += 1
+                if self._refused <= _KNOWN:  # an agent could fill the disk
+                    log.warning("refused a request: %s", said)
                 return f"{said}. Start the server with --allowed-host {name or 'NAME'} to allow it"
         return None
 
@@ -101,11 +108,3 @@ def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return ipaddress.ip_address(name)
     except ValueError:
         return None
-
-
-async def _refuse(send: Send, message: str) -> None:
-    error = {"message": message, "type": "permission_error", "param": None}
-    body = json.dumps({"error": {**error, "code": "host_not_allowed"}}).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": 403, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

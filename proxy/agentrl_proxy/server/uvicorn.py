@@ -51,6 +51,7 @@ def server_of(app: FastAPI, listening: socket.socket) -> uvicorn.Server:
             lifespan="on",
             access_log=False,  # every call is in the store
             log_config=None,
+            log_level="error",  # its warnings are of invalid requests, of which any number may come
             server_header=False,
             proxy_headers=False,  # a request's address decides nothing
             date_header=False,
@@ -115,6 +116,8 @@ class _CoalescingTransport:
         self._held: list[bytes] = []
         self._held_bytes = 0
         self.lost = False  # see delivery.Connection
+        self._poll = select.poll()
+        self._poll.register(transport.get_extra_info("socket").fileno(), _PEER_CLOSED)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
@@ -145,14 +148,9 @@ class _CoalescingTransport:
     def give(self) -> None:
         """See delivery.Connection."""
         if self._held:
-            self.lost |= self._transport.is_closing() or self._is_closed_by_peer()
+            # Ask the kernel: the event loop hears of it a turn later.
+            self.lost |= self._transport.is_closing() or bool(self._poll.poll(0))
             self._flush()
-
-    def _is_closed_by_peer(self) -> bool:
-        """Ask the kernel: the event loop hears of it a turn later."""
-        poll = select.poll()
-        poll.register(self._transport.get_extra_info("socket").fileno(), _PEER_CLOSED)
-        return bool(poll.poll(0))
 
     def _flush(self) -> None:
         held, self._held, self._held_bytes = self._held, [], 0

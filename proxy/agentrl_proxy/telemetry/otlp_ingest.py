@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.responses import Response
@@ -25,14 +25,12 @@ from agentrl_tracer.schemas import (
     Span,
     is_reward,
 )
+from agentrl_tracer.store.faults import unexpected
 
 log = logging.getLogger("agentrl.proxy")
 
-
 _MAX_SPANS = 10_000  # in one export; OpenTelemetry's batches have 512
 _MAX_REWARDS = 1_000
-
-GivenUp = Callable[[AttemptRef, Sequence[str]], Awaitable[None]]
 
 
 async def traces(
@@ -41,12 +39,11 @@ async def traces(
     attempt: AttemptRef | None,
     body: bytes,
     headers: Mapping[str, str],
-    note_given_up: GivenUp,
-) -> Response:
+) -> tuple[Response, list[str]]:
     """Store an OTLP/HTTP export. Reward spans become rewards of the caller's attempt.
 
-    Args:
-        note_given_up: takes the ids of requests that the agent's process has given up.
+    Returns:
+        The response, and the ids of requests whose answers the agent's process did not get.
     """
     from agentrl_tracer.otlp_codec import parse_traces, rewards_in
 
@@ -72,11 +69,10 @@ async def traces(
     given_up = [
         str(span.attributes.get(REQUEST_ID)) for span in spans if span.name == UNDELIVERED_SPAN
     ]
-    if attempt is not None and given_up:
-        await note_given_up(attempt, given_up)
     if kind == "application/json":
-        return json_response({})
-    return Response(b"", media_type="application/x-protobuf")  # an empty ExportTraceServiceResponse
+        return json_response({}), given_up
+    # An empty ExportTraceServiceResponse.
+    return Response(b"", media_type="application/x-protobuf"), given_up
 
 
 async def reward(
@@ -131,7 +127,8 @@ async def _deliver(
     try:
         state = await writer.deliver(attempt and attempt.attempt_id, spans, rewards)
     except Exception as error:
-        log.exception("the store did not take %d spans, %d rewards", len(spans), len(rewards))
+        said = "the store did not take %d spans, %d rewards: %s"
+        log.error(said, len(spans), len(rewards), error, exc_info=unexpected(error))
         raise unavailable("spans and rewards could not be recorded", "store_error") from error
     if attempt is not None and state is not AttemptState.RUNNING:
         raise attempt_sealed(state)

@@ -146,7 +146,7 @@ def test_the_command_refuses_before_it_changes_anything(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     folder = started(tmp_path)
     (folder.root / "lock").mkdir()  # root may write into a read-only folder
-    with pytest.raises(ConfigError, match=r"cannot write .*lock'?: Is a directory"):
+    with pytest.raises(RuntimeError, match=r"cannot write .*lock'?: Is a directory"):
         folder.lock()
 
 

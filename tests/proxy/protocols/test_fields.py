@@ -219,7 +219,7 @@ def test_a_providers_model(start: Any) -> None:
     assert gateway.stats["accepted"] == 0
     # What only a provider can judge goes on to it.
     for body in (
-        {"temperature": 7.5, "logit_bias": {"5": 400}, "stop": ["x"] * 30},
+        {"temperature": 7.5, "logit_bias": {"5": 400}, "stop": ["x"] * 16},
         {"tools": [{"type": "web_search"}], "response_format": {"type": "grammar"}},
         told({"type": "image_url", "image_url": {"url": "https://nowhere/x.png"}}),
         told({"type": "video_url", "video_url": {"url": "https://nowhere/x.mp4"}}),

@@ -56,20 +56,20 @@ def called(name: str, arguments: Any, content: str = "") -> dict[str, Any]:
 def in_pieces(parser: ReplyParser, pieces: list[str]) -> tuple[ParsedReply, ParsedReply]:
     """The whole reply, and what a client adds up from what it was shown."""
     shown = ParsedReply()
-    calls: list[list[str]] = []
 
     def take(piece: ParsedReply) -> None:
         shown.content += piece.content
         shown.reasoning += piece.reasoning
-        for one in piece.pieces:
-            assert one["index"] == len(calls)
-            calls.append([one["function"]["name"], one["function"]["arguments"], one["id"]])
+        assert not piece.tool_calls or piece.first_call == len(shown.tool_calls)
+        shown.tool_calls += piece.tool_calls
 
     for piece in pieces:
         take(parser.feed(piece))
     whole = parser.finish()
     take(parser.remainder(whole))
-    assert calls == [[call.name, call.arguments, call.id] for call in whole.tool_calls]
+    assert [call.as_dict() for call in shown.tool_calls] == [
+        call.as_dict() for call in whole.tool_calls
+    ]
     assert (shown.content, shown.reasoning) == (whole.content, whole.reasoning)
     return whole, shown
 
@@ -122,10 +122,10 @@ def test_a_call_is_shown_when_it_is_complete(family: str, speaker: Renderer) -> 
     """Before the rest of the reply, where the family closes calls."""
     text = FAMILIES[family].said(("search", ARGUMENTS))
     parser = speaker.parser(tools=True, opened=family != "deepseek-r1")
-    seen = [(i, piece) for i, c in enumerate(text) for piece in parser.feed(c).pieces]
-    seen += [(len(text), piece) for piece in parser.remainder(parser.finish()).pieces]
+    seen = [(i, call) for i, c in enumerate(text) for call in parser.feed(c).tool_calls]
+    seen += [(len(text), call) for call in parser.remainder(parser.finish()).tool_calls]
     [(at, call)] = seen
-    assert call["function"] == {"name": "search", "arguments": ARGUMENTS}
+    assert (call.name, call.arguments) == ("search", ARGUMENTS)
     assert at >= text.index(ARGUMENTS) + len(ARGUMENTS)
     assert (at < len(text)) == (family != "llama3")
 

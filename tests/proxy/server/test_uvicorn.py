@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,7 @@ def test_an_answer_is_delivered_to_a_client_that_has_not_closed_before(
 ) -> None:
     """One that closes the connection with the last byte got it; one that closed before did not."""
     claim, count = gateway.claims[0], 30
+    gateway.sampler.delay = 0.0 if reads else 0.1  # a token
     for number in range(count):
         body = BODY | {"stream": reads and number % 2 == 0, "max_tokens": 1}
         with connected(gateway) as sock:
@@ -249,3 +251,20 @@ def test_on_sigterm_short_answers_finish_and_long_ones_are_cut_and_recorded(
     states = {call.finish_reason: (call.state, bool(call.response_ids)) for call in store.calls()}
     store.close()
     assert states == {"length": (CallState.COMPLETED, True), None: (CallState.CANCELLED, True)}
+
+
+def test_refused_requests_do_not_fill_the_log(
+    gateway: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = {"authorization": f"Bearer {OPERATOR_KEY}"}
+    with httpx.Client(base_url=gateway.url, headers=own) as http:
+        for _ in range(300):
+            assert http.get("/v1/models", headers={"host": "evil.com"}).status_code == 403
+            assert http.get("/rollouts/another/v1/models").status_code == 403
+            with connected(gateway) as sock:
+                sock.sendall(b"nonsense\r\n\r\n")
+                assert sock.recv(100).startswith(b"HTTP/1.1 400 ")
+    said = Counter(record.msg for record in caplog.records)
+    assert said["refused a request: %s"] == 256
+    assert len(said) <= 2
+    assert max(said.values()) <= 256

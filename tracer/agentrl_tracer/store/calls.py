@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from operator import attrgetter
 from typing import Any
 
@@ -45,6 +44,7 @@ _SET_PROXIED = (
     .where(t.gateways.c.boot_id == sa.bindparam("boot"))
     .values(proxied=sa.bindparam("count"))
 )
+_STATES = sa.select(t.attempts.c.id, t.attempts.c.state)
 _OF_ATTEMPT = t.calls.c.attempt_id == sa.bindparam("attempt_id")
 _LAST_SEQ = sa.select(sa.func.max(t.calls.c.seq)).where(_OF_ATTEMPT)
 # JSON is read in Python: PostgreSQL extracts nothing from a document that contains a NUL.
@@ -117,17 +117,15 @@ class CallStore(VerdictStore, RewardStore):
             for item in arrived:
                 if isinstance(item, Delivery) and _is_open(item, states):
                     self.db.insert_records(c, t.spans, item.spans)
-                    self._add_rewards(c, item.rewards)
+                    self.db.insert_records(c, t.rewards, item.rewards)
         return states
 
     def _attempt_states(self, c: Any, ids: Collection[Any]) -> dict[str, AttemptState]:
         """Return the states of the attempts that exist."""
         if not ids:
             return {}
-        size = 1 << (len(ids) - 1).bit_length()  # one statement each for 1, 2, 4, 8, ...
-        select = self.db.compiled(_select_states(size), [f"id{i}" for i in range(size)])
-        c.execute(select.sql, select.parameters([*ids, *[None] * (size - len(ids))]))
-        return {attempt_id: AttemptState(state) for attempt_id, state in c.fetchall()}
+        rows = self.db.select_among(c, _STATES, t.attempts.c.id, ids)
+        return {attempt_id: AttemptState(state) for attempt_id, state in rows}
 
     def next_seq(self, attempt_id: str) -> int:
         last = self.db.look_up(_LAST_SEQ, attempt_id=attempt_id)
@@ -135,8 +133,7 @@ class CallStore(VerdictStore, RewardStore):
 
     def spent(self, attempt_id: str) -> tuple[int, int]:
         """Return how many calls an attempt has made and how many tokens they used, with prompts."""
-        with self.db.read() as c:
-            rows = c.execute(_SIZES, {"attempt_id": attempt_id}).all()
+        rows = self.db.fetch_rows(_SIZES, {"attempt_id": attempt_id})
         tokens = 0
         counted: set[int] = set()
         for seq, params, prompt, response in rows:
@@ -234,12 +231,6 @@ def _finished_row(call: Call, states: Mapping[str, AttemptState], boot_id: str) 
     if not _is_open(call, states):
         row[_SKIP_REASON] = SkipReason.LATE_CALL
     return row
-
-
-@cache
-def _select_states(size: int) -> sa.Select[Any, Any]:
-    ids = [sa.bindparam(f"id{i}", type_=sa.Text) for i in range(size)]
-    return sa.select(t.attempts.c.id, t.attempts.c.state).where(t.attempts.c.id.in_(ids))
 
 
 def _continues(call: Call, seq: int, prompt: list[int]) -> bool:

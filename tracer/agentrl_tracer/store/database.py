@@ -22,7 +22,13 @@ from sqlalchemy.dialects import postgresql
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError
 
 from agentrl_tracer.store.faults import PATIENCE_S, StoreError, Waiting, patiently
-from agentrl_tracer.store.statements import CompiledStatement, json_text, json_value, upsert
+from agentrl_tracer.store.statements import (
+    CompiledStatement,
+    json_text,
+    json_value,
+    upsert,
+    where_among,
+)
 from agentrl_tracer.store.tables import metadata
 
 if sys.platform != "win32":
@@ -264,6 +270,16 @@ class Database:
         """Upsert rows, with the cursor of ``write_hot``."""
         insert = self.compiled(self.upsert(table, update, keep, add), names)
         cursor.executemany(insert.sql, [insert.parameters(row) for row in rows])
+
+    def select_among(
+        self, cursor: Any, select: sa.Select[Any], column: sa.Column[str], ids: Collection[str]
+    ) -> list[Any]:
+        """Return the rows whose ``column`` is one of ``ids``, with the cursor of ``write_hot``."""
+        size = 1 << (len(ids) - 1).bit_length()  # one statement each for 1, 2, 4, 8, ...
+        names = [f"id{i}" for i in range(size)]
+        compiled = self.compiled(where_among(select, column, size), names)
+        cursor.execute(compiled.sql, compiled.parameters([*ids, *[None] * (size - len(ids))]))
+        return cursor.fetchall()
 
     @contextmanager
     def write_hot(self, *, wait: bool = True) -> Iterator[Any]:

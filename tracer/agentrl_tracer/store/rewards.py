@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import asdict
-from typing import Any
 
 import sqlalchemy as sa
 
@@ -24,10 +23,6 @@ class RewardStore:
         """Return the rewards of these rollouts in order of creation."""
         query = sa.select(t.rewards).where(self.db.among(t.rewards.c.rollout_id, rollout_ids))
         return [Reward(**row) for row in self.db.fetch(query.order_by(t.rewards.c.created_at))]
-
-    def _add_rewards(self, c: Any, rewards: Sequence[Reward]) -> None:
-        """Store what an agent emitted; a reward that is delivered twice is kept once."""
-        self.db.insert_records(c, t.rewards, rewards)
 
     def _has_reward(self, c: sa.Connection, attempt_id: str) -> bool:
         return c.execute(_ANY_REWARD, {"attempt": attempt_id}).first() is not None

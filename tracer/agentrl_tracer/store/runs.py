@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -36,28 +37,27 @@ class RunStore(VerdictStore):
 
     def resume_run(self, run_id: str, config: Json, policies: Policies) -> None:
         """Set a run to running again, with these settings and policies."""
-        change = t.runs.update().where(t.runs.c.id == run_id)
-        change = change.values(
-            state="running", ended_at=None, config=config, heartbeat_at=time.time()
+        now, known = time.time(), asdict(policies)
+        self._change(
+            run_id, state="running", ended_at=None, config=config, heartbeat_at=now, policies=known
         )
-        self.db.execute(change.values(policies=asdict(policies)))
 
     def announce_gateway(self, run_id: str, url: str) -> None:
         """Keep the address of a run's gateway in its settings, as ``gateway.url``."""
         [run] = [run for run in self.runs() if run["id"] == run_id]
         gateway = {**(run["config"].get("gateway") or {}), "url": url}
-        change = t.runs.update().where(t.runs.c.id == run_id)
-        self.db.execute(change.values(config=run["config"] | {"gateway": gateway}))
+        self._change(run_id, config=run["config"] | {"gateway": gateway})
 
     def beat(self, run_id: str) -> None:
         """Note that the process of a run is alive."""
-        change = t.runs.update().where(t.runs.c.id == run_id)
-        self.db.execute(change.values(heartbeat_at=time.time()))
+        self._change(run_id, heartbeat_at=time.time())
 
     def end_run(self, run_id: str, state: str) -> None:
         """Set a run's state: finished, interrupted or failed."""
-        change = t.runs.update().where(t.runs.c.id == run_id)
-        self.db.execute(change.values(state=state, ended_at=time.time()))
+        self._change(run_id, state=state, ended_at=time.time())
+
+    def _change(self, run_id: str, **values: Any) -> None:
+        self.db.execute(t.runs.update().where(t.runs.c.id == run_id).values(**values))
 
     def runs(self) -> list[Json]:
         """Return all runs in order of creation."""

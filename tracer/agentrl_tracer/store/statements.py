@@ -49,6 +49,12 @@ def upsert(
     return insert.on_conflict_do_update(index_elements=key, set_=changes)
 
 
+@cache
+def where_among(select: sa.Select[Any], column: sa.Column[str], size: int) -> sa.Select[Any]:
+    ids = [sa.bindparam(f"id{i}", type_=sa.Text) for i in range(size)]
+    return select.where(column.in_(ids))
+
+
 class CompiledStatement:
     """One statement, compiled for one database.
 

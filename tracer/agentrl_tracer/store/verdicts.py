@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import sqlalchemy as sa
@@ -29,6 +28,7 @@ from agentrl_tracer.store.database import Database
 _TRAINED = "trained"
 _COUNTED = ("run_id", "verdict", "calls")
 UNJUDGED = sa.and_(t.calls.c.trained_step.is_(None), t.calls.c.skip_reason.is_(None))
+_JUDGED = sa.select(t.calls.c.id).where(sa.not_(UNJUDGED))
 _WAS_TRAINED = t.calls.c.trained_step.is_not(None)
 
 
@@ -172,10 +172,7 @@ class VerdictStore:
             c: the cursor of ``write_hot``.
             calls: run and verdict of each, by id.
         """
-        size = 1 << (len(calls) - 1).bit_length()  # one statement each for 1, 2, 4, 8, ...
-        select = self.db.compiled(_select_judged(size), [f"id{i}" for i in range(size)])
-        c.execute(select.sql, select.parameters([*calls, *[None] * (size - len(calls))]))
-        known = {row[0] for row in c.fetchall()}
+        known = {row[0] for row in self.db.select_among(c, _JUDGED, t.calls.c.id, calls)}
         counts = Counter(verdict for call_id, verdict in calls.items() if call_id not in known)
         if rows := _rows(counts):
             self.db.insert_rows(c, t.verdicts, _COUNTED, rows, add=("calls",))
@@ -226,9 +223,3 @@ def _rows(counts: Mapping[tuple[str | None, str], int]) -> list[tuple[str, str, 
     Calls outside any run are not counted.
     """
     return sorted((key[0], key[1], count) for key, count in counts.items() if key[0] and count)
-
-
-@cache
-def _select_judged(size: int) -> sa.Select[Any]:
-    ids = [sa.bindparam(f"id{i}", type_=sa.Text) for i in range(size)]
-    return sa.select(t.calls.c.id).where(t.calls.c.id.in_(ids), sa.not_(UNJUDGED))
