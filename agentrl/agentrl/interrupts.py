@@ -74,7 +74,8 @@ def end_at_once(code: int, said: str) -> NoReturn:
     os._exit(code)
 
 
-def _on_signal(number: int, _: object) -> None:
+def begin_end(number: int) -> None:
+    """Note the first signal, from which the time to end counts; at a second one, end at once."""
     name, code = signal.Signals(number).name, 128 + number
     if not _ending.in_order or _ending.begun:
         end_at_once(code, f"\nended by {name}" + (" at once" if _ending.begun else ""))
@@ -84,4 +85,8 @@ def _on_signal(number: int, _: object) -> None:
         watchdog = threading.Timer(_ending.within_s, end_at_once, (code, said))
         watchdog.daemon = True
         watchdog.start()
+
+
+def _on_signal(number: int, _: object) -> None:
+    begin_end(number)
     raise Interrupted(number)

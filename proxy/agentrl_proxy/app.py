@@ -20,6 +20,7 @@ from agentrl_proxy.handlers import Handlers, speaks_anthropic
 from agentrl_proxy.protocols.messages import anthropic_error
 from agentrl_proxy.rendering.renderer import Renderer
 from agentrl_proxy.server.sse import json_response
+from agentrl_tracer.store.faults import unexpected
 
 log = logging.getLogger("agentrl.proxy")
 
@@ -133,7 +134,8 @@ async def _refusal(request: Request, error: Exception) -> Response:
         headers = dict(error.headers) if error.headers else None
         error = ApiError(error.status_code, message, code=code, headers=headers)
     elif not isinstance(error, ApiError):
-        log.error("%s %s failed", request.method, request.scope["path"], exc_info=error)
+        said = "%s %s failed: %s"
+        log.error(said, request.method, request.scope["path"], error, exc_info=unexpected(error))
         error = internal_error()  # without detail, which could quote a credential
     body = anthropic_error(error) if speaks_anthropic(request) else error.body()
     return json_response(body, error.status, error.headers)
@@ -157,8 +159,9 @@ async def _sweep(handlers: Handlers) -> None:
         await asyncio.sleep(_SWEEP_S)
         try:
             await handlers.forget_sealed()
-        except Exception:  # the store is busy; the next round comes soon
-            log.warning("could not look for sealed attempts", exc_info=True)
+        except Exception as error:  # the store is busy; the next round comes soon
+            said = "could not look for sealed attempts: %s"
+            log.warning(said, error, exc_info=unexpected(error))
 
 
 def _warm_up(renderer: Renderer) -> None:

@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -185,6 +186,9 @@ def atomic_folder(final: Path) -> Iterator[Path]:
     """Yield an empty folder beside ``final``, which then takes its place, synced to disk.
 
     Readers see the old folder, none, or the whole new one. After an exception nothing has changed.
+
+    Raises:
+        OSError: it cannot be written, as on a full disk.
     """
     staging = _beside(final, _STAGING)
     staging.mkdir(parents=True)
@@ -196,8 +200,10 @@ def atomic_folder(final: Path) -> Iterator[Path]:
         old = _discard(final) if final.exists() else None
         os.rename(staging, final)
         _fsync(final.parent)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(staging, ignore_errors=True)
+        if isinstance(error, SafetensorError):  # which it makes of an OSError
+            raise OSError(f"{final} cannot be written: {error}") from error
         raise
     if old is not None:
         shutil.rmtree(old, ignore_errors=True)

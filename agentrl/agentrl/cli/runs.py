@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -29,13 +30,17 @@ def list_command(
     found: list[tuple[Json, str, Metrics]] = []
     advice: list[str] = []
     faults: list[str] = []
-    for folder in filter(RunFolder.exists, map(RunFolder, sorted(runs.glob("*")))):
+    for name in sorted(os.listdir(runs)) if runs.exists() else ():
+        folder = RunFolder(runs / name)
         try:
+            # Listed, because ``exists`` is False for a folder that may not be looked into.
+            if not (folder.root.is_dir() and os.listdir(folder.root) and folder.exists()):
+                continue
             store, run = open_store(folder, _PATIENCE_S)
             with contextlib.closing(store):
                 state = state_of(folder, run)
                 found.append((run, state, store.metrics(run["id"])))
-        except (StoreError, ConfigError, MissingSecretError) as error:
+        except (StoreError, ConfigError, MissingSecretError, OSError) as error:
             faults.append(f"{folder.root}: {error}")
             continue
         if state == "interrupted" and run["kind"] == "train":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -10,8 +11,8 @@ from cyclopts import Parameter
 
 from agentrl.config.errors import ConfigError
 from agentrl.console.output import print_line
-from agentrl.interrupts import end_in_order
-from agentrl_proxy.server.listening import is_loopback
+from agentrl.interrupts import begin_end, end_in_order
+from agentrl_proxy.server.listening import bind, is_loopback, url_of
 
 
 def tinker_server_command(
@@ -52,11 +53,17 @@ def tinker_server_command(
             f"tinker-server needs Tinker's SDK: pip install 'tinker>=0.38,<1' ({error})"
         ) from error
 
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):  # else the first state that is saved says so
+        pass
+    try:
+        sock = bind(host, port, operator_key=api_key)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"host/port: {error}") from error
     torch.set_num_threads(1)  # training and sampling threads share the cores
+    url = url_of(sock)
     key = "tml-local" if api_key is None else "$AGENTRL_TINKER_SERVER_KEY"
-    print_line(
-        f"Run your scripts with\n\nTINKER_BASE_URL=http://{host}:{port} TINKER_API_KEY={key}\n"
-    )
+    print_line(f"Run your scripts with\n\nTINKER_BASE_URL={url} TINKER_API_KEY={key}\n")
     app = create_app(
         folder,
         list(models) or ["agentrl-tiny"],
@@ -64,6 +71,13 @@ def tinker_server_command(
         host=host,
         allowed_hosts=allowed_host or (),
     )
-    end_in_order(within_s=None)
+
+    class Server(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: object) -> None:
+            begin_end(sig)
+            self.should_exit = True
+
+    config = uvicorn.Config(app, log_level="warning")
+    end_in_order()
     with contextlib.suppress(KeyboardInterrupt):  # told to stop, a server has done its work
-        uvicorn.run(app, host=host, port=port, log_level="warning")
+        Server(config).run(sockets=[sock])

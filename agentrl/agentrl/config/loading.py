@@ -173,7 +173,10 @@ def _resumed(folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise ConfigError(f"resume: {str(folder)!r} is no run folder: it has no config.json")
-    settings = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"resume: {path} is damaged; bring a copy back: {error}") from error
     if not isinstance(settings.get("agent"), dict):
         raise ConfigError(
             f"resume: {folder} was started by an earlier version, whose settings were flat; it can "

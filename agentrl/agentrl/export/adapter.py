@@ -50,6 +50,7 @@ def export(
         ConfigError: there is nothing to export, or ``out`` exists, or the base is not known.
         ModelError: the two cannot be merged.
     """
+    from agentrl_trainer.checkpoint import atomic_folder
     from agentrl_trainer.models.loading import resolve_model
 
     found = find_adapters(source, "source")
@@ -72,7 +73,11 @@ def export(
         trusted = "auto_map" in _read(out / "config.json")
         ours, theirs = ["--model", str(out)], [str(out)]
     else:
-        shutil.copytree(found[name], out)
+        try:
+            with atomic_folder(out) as staging:
+                shutil.copytree(found[name], staging, dirs_exist_ok=True)
+        except shutil.Error as error:  # of each file: source, target and reason
+            raise OSError(f"the adapter cannot be copied: {error.args[0][0][2]}") from error
         ours = ["--adapter-path", str(out), "--model", base]
         theirs = [resolve_model(base), *_lora_options(name, out)]
     trusting = ["--trust-remote-code"] if trusted else []

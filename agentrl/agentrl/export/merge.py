@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from agentrl.export import ollama
+from agentrl_trainer.checkpoint import atomic_folder
 from agentrl_trainer.models.loading import ModelError, checkpoint_dtype, load_base
 from agentrl_trainer.models.lora import read_adapter
 from agentrl_trainer.models.lora_targets import no_false_warnings
@@ -38,12 +38,10 @@ def merge(peft: Path, model: str, out: Path, *, trust_remote_code: bool = False)
     _refuse_shared(base.model, model)
     whole = adapted.merge_and_unload(safe_merge=True)  # pyright: ignore[reportCallIssue]
     _round(whole, checkpoint_dtype(model, trust_remote_code=trust_remote_code))
-    staging = out.with_name(f".{out.name}.tmp")
-    shutil.rmtree(staging, ignore_errors=True)
-    whole.save_pretrained(staging)
-    base.tokenizer.save_pretrained(staging)
-    ollama.write_modelfile(staging, base.tokenizer)
-    staging.rename(out)
+    with atomic_folder(out) as staging:
+        whole.save_pretrained(staging)
+        base.tokenizer.save_pretrained(staging)
+        ollama.write_modelfile(staging, base.tokenizer)
 
 
 def _untie(model: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +33,7 @@ def start_pool(config: RunnerConfig) -> SupervisedProcess:
         RuntimeError: the environment would silence the agents' spans.
     """
     check_environment()
+    config = replace(config, pool=secrets.token_hex(4))
     # By default attempts are forks on Linux and fresh interpreters elsewhere.
     method = "fork" if sys.platform == "linux" else "spawn"
     if config.python is not None:

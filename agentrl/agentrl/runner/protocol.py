@@ -38,6 +38,7 @@ class RunnerConfig:
     """Folders that the sandbox does not show."""
     withheld: list[str] = field(default_factory=list[str])
     """Variables that agents do not get: other models' keys."""
+    pool: str = ""  # the pool's name, which it keeps when it is started again
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -102,7 +102,7 @@ def main() -> None:
         pool.stdin.flush()
     serving: list[threading.Thread] = []
     _in_thread(_follow_trainer, pool.stdin.fileno())
-    _in_thread(_take_workers, ours, config.store, serving)
+    _in_thread(_take_workers, ours, config, serving)
     code = pool.wait()
     deadline = time.monotonic() + _LAST_WORDS_S
     for thread in serving:
@@ -123,25 +123,27 @@ def _follow_trainer(pool_stdin: int) -> None:
     os.close(pool_stdin)
 
 
-def _take_workers(pool: socket.socket, store: str, serving: list[threading.Thread]) -> None:
+def _take_workers(
+    pool: socket.socket, config: RunnerConfig, serving: list[threading.Thread]
+) -> None:
     """Serve each socket that the pool sends: one for every worker that it forks."""
     while True:
         said, descriptors, _, _ = socket.recv_fds(pool, 1, 1)
         if not said:
             return
         for one in descriptors:
-            serving.append(_in_thread(_serve, socket.socket(fileno=one), store))
+            serving.append(_in_thread(_serve, socket.socket(fileno=one), config))
         serving[:] = [thread for thread in serving if thread.is_alive()]
 
 
-def _serve(worker: socket.socket, store: str) -> None:
+def _serve(worker: socket.socket, config: RunnerConfig) -> None:
     """Answer a worker until it ends."""
     with Connection(worker.detach()) as asking, contextlib.suppress(EOFError, ConnectionError):
         while True:
             # JSON, not pickles: an agent that reached the socket could not run code here.
             method, *arguments = json.loads(asking.recv_bytes())
             try:
-                answer = False, _METHODS[method](_open_store(store), *arguments)
+                answer = False, _METHODS[method](_open_store(config.store, config.pool), *arguments)
             except Exception as error:  # the worker logs it, and asks again
                 answer = True, " ".join(str(error).split())
             asking.send(answer)
@@ -150,16 +152,18 @@ def _serve(worker: socket.socket, store: str) -> None:
 _opening = threading.Lock()
 
 
-def _open_store(url: str) -> Store:
+def _open_store(url: str, pool: str) -> Store:
     with _opening:
-        return _opened(url)
+        return _opened(url, pool)
 
 
 @cache  # a store that cannot be opened raises, and is tried again
-def _opened(url: str) -> Store:
+def _opened(url: str, pool: str) -> Store:
     from agentrl_tracer.store import Store  # takes as long as the pool's start, which is under way
 
-    return Store(url, patience_s=0)
+    store = Store(url, patience_s=0)
+    store.end_leases(pool)  # of a process before this one, which was killed with its workers
+    return store
 
 
 def _end_attempt(

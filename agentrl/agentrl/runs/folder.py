@@ -142,8 +142,15 @@ class RunFolder:
         return False
 
     def read_config(self) -> dict[str, Any]:
-        """Return the settings of the run."""
-        return json.loads(self.config.read_text(encoding="utf-8"))
+        """Return the settings of the run.
+
+        Raises:
+            ConfigError: the file is damaged.
+        """
+        try:
+            return json.loads(self.config.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigError(f"{self.config} is damaged; bring a copy back: {error}") from error
 
     def adapter_version(self, name: str, version: int) -> Path:
         """Return a path of its own for each version: vLLM's prefix cache is keyed by path."""
@@ -215,7 +222,10 @@ class RunFolder:
 
 
 def _unwritable(error: OSError) -> RuntimeError:  # no fault of the settings
-    return RuntimeError(f"runs: cannot write {error.filename or 'there'}: {error.strerror}")
+    return RuntimeError(
+        f"runs: cannot write {error.filename or 'there'}: {error.strerror}; this user must find "
+        "room and be allowed to write there, or name another folder with --runs"
+    )
 
 
 def strict(value: Any) -> Any:
@@ -252,7 +262,7 @@ def find_adapters(source: str | Path, field: str) -> dict[str, Path]:
         field: the setting's name, for errors.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or it is damaged.
     """
     path = Path(source)
     run, step = run_and_step(source)
@@ -273,6 +283,8 @@ def find_adapters(source: str | Path, field: str) -> dict[str, Path]:
             f"{field}: {str(source)!r} is no run folder, and no PEFT folder: it has no "
             "adapter_config.json, nor has a folder in it"
         )
+    for folder in found.values():
+        _refuse_damaged(folder, field)
     return found
 
 
@@ -320,6 +332,19 @@ def _adapters_of(run: RunFolder, step: str, field: str) -> dict[str, Path]:
             )
         found[folder.name] = versions[version]
     return found
+
+
+def _refuse_damaged(adapter: Path, field: str) -> None:
+    from safetensors import SafetensorError, safe_open
+
+    for file in adapter.glob("*.safetensors"):
+        try:
+            with safe_open(file, framework="numpy"):  # reads where its tensors are
+                pass
+        except SafetensorError as error:
+            raise ConfigError(
+                f"{field}: {file} is damaged ({error}); bring a copy back, or give another adapter"
+            ) from error
 
 
 def how_to_fetch(folder: Path) -> list[str]:

@@ -102,7 +102,8 @@ def _answer(done: Future[Answer]) -> Answer:
 
 def _failure(error: BaseException) -> Json:
     category = "user" if isinstance(error, _USER_ERRORS) else "server"
-    if category == "server":
-        log.error("a request failed", exc_info=error)
+    said = f"{type(error).__name__}: {error}"
+    if category == "server":  # a full disk, or a fault of ours
+        log.error("a request failed: %s", said, exc_info=not isinstance(error, OSError) and error)
     # Text only: the exception would keep alive all that its frames hold.
-    return {"error": f"{type(error).__name__}: {error}", "category": category}
+    return {"error": said, "category": category}

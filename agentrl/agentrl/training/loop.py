@@ -18,8 +18,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from safetensors import SafetensorError
-
 from agentrl.config.algorithm import step_settings, update_settings
 from agentrl.config.checks import greedy_note
 from agentrl.config.commands import TrainConfig
@@ -228,8 +226,6 @@ class TrainingRun:
         """
         try:
             return self.session.result(asked.future())
-        except SafetensorError as error:  # what a full disk makes of an OSError
-            raise RunError(f"{self.folder.root} cannot be written: {error}") from error
         except self._backend.failures as error:
             raise RunError(
                 f"{self.config.run.backend}: {error}\nThe checkpoints are kept: continue with "

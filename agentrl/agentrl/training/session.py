@@ -43,6 +43,7 @@ _REST = 4  # times as long as a look at the rollouts took
 _LONGEST_POLL_S = 1.0  # while an adapter is being published
 _MAINTAIN_S = 0.5  # between looks for expired leases
 _BEAT_S = 10.0
+_FAREWELL_S = 1.0  # for a store that is away, to note that the run has ended
 _REFUSED_S = 3.0  # before a refusal counts: a dying vLLM refuses too, and a shared folder may lag
 _READY_TIMEOUT_S = 600.0  # a large model takes minutes to load
 _HOPELESS_RESTARTS = 5  # restarts in a row without anything getting done
@@ -183,6 +184,7 @@ class Session:
         finally:
             if error is not None:
                 with contextlib.suppress(Exception):  # the first error is the one to tell
+                    self.store.db.patience_s = _FAREWELL_S
                     self.store.end_run(self.run_id, "interrupted" if interrupted else "failed")
 
     def _stop(self) -> None:

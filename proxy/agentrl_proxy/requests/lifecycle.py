@@ -23,6 +23,7 @@ from agentrl_proxy.requests.rate_limits import Admission
 from agentrl_proxy.requests.recording import agent_name, is_retry, latest_state, request_id
 from agentrl_proxy.server.sse import Write
 from agentrl_tracer.schemas import AttemptState, CallState, new_id
+from agentrl_tracer.store.faults import unexpected
 
 log = logging.getLogger("agentrl.proxy")
 
@@ -151,8 +152,9 @@ class ClientRequest:
                 await asyncio.to_thread(store.mark_undelivered, of, [mine])
             elif self.replayed:
                 await asyncio.to_thread(store.mark_delivered, of, self.answered, mine)
-        except Exception:
-            log.exception("the store did not take whether %s was delivered", self.answered)
+        except Exception as error:
+            said = "the store did not take whether %s was delivered: %s"
+            log.error(said, self.answered, error, exc_info=unexpected(error))
 
     async def take_turn(self, choices: int, prompt_tokens: int) -> tuple[int | None, int]:
         """Charge the attempt's budget for a part, and number it.
@@ -254,7 +256,8 @@ class ClientRequest:
             raise
         except Exception as error:
             stats.failed += 1
-            log.exception("the store did not take %s", answer["id"])
+            said = "the store did not take %s: %s"
+            log.error(said, answer["id"], error, exc_info=unexpected(error))
             raise unavailable("the answer could not be recorded", "store_error") from error
         if self.memory is not None and state is not AttemptState.RUNNING:
             stats.late += 1
@@ -268,5 +271,6 @@ class ClientRequest:
             call.error = call.error or error
         try:
             await asyncio.shield(latest_state([self.service.record(call, state) for call in calls]))
-        except Exception:  # the client is told of the first failure, the log of both
-            log.exception("the store did not take %s (%s)", self.heading.id, state)
+        except Exception as failure:  # the client is told of the first one, the log of both
+            said = "the store did not take %s (%s): %s"
+            log.error(said, self.heading.id, state, failure, exc_info=unexpected(failure))

@@ -25,6 +25,7 @@ from agentrl_tracer.schemas import (
     Span,
     is_reward,
 )
+from agentrl_tracer.store.faults import unexpected
 
 log = logging.getLogger("agentrl.proxy")
 
@@ -126,7 +127,8 @@ async def _deliver(
     try:
         state = await writer.deliver(attempt and attempt.attempt_id, spans, rewards)
     except Exception as error:
-        log.exception("the store did not take %d spans, %d rewards", len(spans), len(rewards))
+        said = "the store did not take %d spans, %d rewards: %s"
+        log.error(said, len(spans), len(rewards), error, exc_info=unexpected(error))
         raise unavailable("spans and rewards could not be recorded", "store_error") from error
     if attempt is not None and state is not AttemptState.RUNNING:
         raise attempt_sealed(state)

@@ -80,6 +80,20 @@ def test_mistakes_are_explained(cli: Cli, command: str, message: str) -> None:
     assert "Traceback" not in said
 
 
+@pytest.mark.parametrize(
+    "command",
+    ["eval json:loads --tasks {}", "run json:loads --task {{}}", "train json:loads --tasks {}"],
+)
+def test_a_folder_that_cannot_be_written_is_no_wrong_setting(
+    cli: Cli, tmp_path: Path, command: str
+) -> None:
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text('{"n": 1}\n')
+    code, said = cli(*command.format(tasks).split(), "--runs", f"{tasks}/runs")
+    assert code == 1, said
+    assert f"runs: cannot write {tasks}/runs: Not a directory; this user must" in said
+
+
 def test_windows_is_refused_with_a_sentence_that_names_wsl(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:

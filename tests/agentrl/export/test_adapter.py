@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shlex
 import shutil
 from pathlib import Path
@@ -69,6 +70,21 @@ def test_an_export_is_the_model_that_was_trained(run: RunFolder, tmp_path: Path)
     assert whole.tokenizer.chat_template
     with pytest.raises(ConfigError, match="exists already"):
         exported(run.root, peft)
+
+
+@pytest.mark.parametrize(("merged", "said"), [(False, "cannot be copied"), (True, "be written")])
+def test_an_export_is_whole_or_absent(
+    run: RunFolder, tmp_path: Path, merged: bool, said: str
+) -> None:
+    """As on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        with pytest.raises(OSError, match=said):
+            exported(run.root, tmp_path / "out", merged=merged)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_modelfile_is_the_tokenizers(tmp_path: Path) -> None:

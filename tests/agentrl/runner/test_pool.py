@@ -96,6 +96,20 @@ def test_nothing_outlives_the_pool_which_is_started_again(
     assert pool.restarts == 1
 
 
+def test_a_killed_store_process_gives_the_leases_of_its_pool_back(
+    harness: RunnerHarness, tmp_path: Path
+) -> None:
+    pool, marker = harness.start("numbered", lease_s=60.0), tmp_path / "marker"
+    ids = harness.enqueue({"marker": str(marker)})
+    pids = [*written(marker), *workers(pool.pid), *children(pool.pid)]
+    os.kill(pool.pid, signal.SIGKILL)
+    pool.supervise()
+    first, second = harness.finish(ids)
+    assert (first.state, first.error) == (AttemptState.LOST, "its runner died")
+    assert second.state is AttemptState.SUCCEEDED
+    until(lambda: not any(alive(pid) for pid in pids))
+
+
 def test_nothing_outlives_the_trainer(harness: RunnerHarness, tmp_path: Path) -> None:
     config = harness.config("family", runners=2)
     code = (

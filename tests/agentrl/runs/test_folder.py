@@ -8,8 +8,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
+from safetensors.numpy import save_file
 from settings import nested
 
 from agentrl.config.commands import EvalConfig, TrainConfig
@@ -81,6 +83,18 @@ def test_adapters_are_found_by_name(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             found(source, adapters=adapters)
+
+
+@pytest.mark.parametrize("kept", [0, 5, 300])
+def test_a_torn_adapter_is_refused(tmp_path: Path, kept: int) -> None:
+    """Whatever a full disk or a copy has left of it."""
+    (tmp_path / "adapter_config.json").write_text("{}")
+    weights = tmp_path / "adapter_model.safetensors"
+    save_file({"lora_A": np.ones((8, 8), np.float32)}, str(weights))
+    assert find_adapters(tmp_path, "x") == {tmp_path.name: tmp_path}
+    weights.write_bytes(weights.read_bytes()[:kept])
+    with pytest.raises(ConfigError, match=rf"x: {weights} is damaged \(.*bring a copy back"):
+        find_adapters(tmp_path, "x")
 
 
 def test_an_adapter_on_tinker_is_fetched_first(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -60,6 +62,22 @@ def test_a_store_that_is_gone_is_not_made_anew(folder: RunFolder) -> None:
     Store(str(file)).close()
     with pytest.raises(ConfigError, match="bring it back, with the files -wal and -shm"):
         open_store(folder)
+
+
+def test_a_list_names_the_folders_that_it_cannot_read(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torn, closed = folder.root.with_name("torn"), folder.root.with_name("closed")
+    for other in (torn, closed):
+        shutil.copytree(folder.root, other)
+    (torn / "config.json").write_text('{"agent": ')
+    closed.chmod(0o000)
+    with pytest.raises(StoreError, match=r"torn/config.json is damaged; bring a copy back") as said:
+        runs.list_command(folder.root.parent)
+    assert folder.name in "".join(capsys.readouterr().out.split())
+    if os.geteuid():  # root reads everywhere
+        assert f"Permission denied: '{closed}'" in str(said.value)
+    closed.chmod(0o700)
 
 
 def test_a_run_elsewhere_is_interrupted_when_it_is_silent(folder: RunFolder) -> None:

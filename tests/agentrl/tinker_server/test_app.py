@@ -5,6 +5,12 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +31,7 @@ from agentrl.tinker_server import create_app
 
 MODEL, SAMPLER = "s1:train:0", "s1:sample:0"
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": ROW}]}
+URL = re.compile(r"TINKER_BASE_URL=http://([\d.]+):(\d+)")
 ADAM = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
 BODIES: dict[str, dict[str, Any]] = {
     "session_heartbeat": {"session_id": "s1"},
@@ -160,3 +167,39 @@ def test_a_server_for_others_needs_a_key(settings: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as error:
         tinker_server_command(**settings)
     assert "secret" not in str(error.value)
+
+
+def test_a_server_that_cannot_start_says_so_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="Not a directory"):
+        tinker_server_command(folder=tmp_path / "file" / "states")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=r"host/port: .*in use"):
+            tinker_server_command(folder=tmp_path, port=port)
+
+
+def test_a_second_signal_ends_a_busy_server_at_once(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "agentrl",
+        "tinker-server",
+        "--port",
+        "0",
+        "--folder",
+        tmp_path,
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        url = next(filter(None, map(URL.search, map(bytes.decode, server.stdout))))
+        with socket.create_connection((url[1], int(url[2])), timeout=60) as client:
+            head = f"POST /api/v1/get_info HTTP/1.1\r\nhost: {url[1]}\r\ncontent-length: 9\r\n"
+            client.sendall(f"{head}expect: 100-continue\r\n\r\n".encode())
+            assert b"100 Continue" in client.recv(1000)  # it waits for the body
+            for _ in range(2):
+                server.send_signal(signal.SIGTERM)
+                time.sleep(0.5)
+            said = server.communicate(timeout=15)[1].decode()
+    assert server.returncode == 143
+    assert said.split("\n")[1:] == ["ended by SIGTERM at once", ""]

@@ -45,7 +45,7 @@ def test_a_repetition_waits_until_the_work_has_its_place() -> None:
         assert asyncio.run(store.answer(first.result())) == {"done": True}
 
 
-async def test_what_work_raises_is_its_result() -> None:
+async def test_what_work_raises_is_its_result(caplog: pytest.LogCaptureFixture) -> None:
     store = RequestStore()
 
     def raises(error: Exception) -> Any:
@@ -57,6 +57,8 @@ async def test_what_work_raises_is_its_result() -> None:
     for error, category in ((FileExistsError("a"), "user"), (OSError("disk"), "server")):
         answer = await store.answer(store.submit("m", None, raises(error)))
         assert answer == {"error": f"{type(error).__name__}: {error}", "category": category}
+    assert "a request failed: OSError: disk" in caplog.text
+    assert "Traceback" not in caplog.text  # as of a full disk
     with pytest.raises(HTTPException):
         store.submit("m", 1, raises(HTTPException(404, "no model")))
     again = store.submit("m", 1, lambda: done({"now": "there"}))

@@ -1,16 +1,18 @@
-"""A session maintains leases while the trainer computes."""
+"""A session maintains leases while the trainer computes, and ends though the store is away."""
 
 from __future__ import annotations
 
+import fcntl
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
+from agentrl.training import session
 from agentrl.training.session import Session
 from agentrl_tracer.schemas import AttemptState, NewRollout, Purpose
-from agentrl_tracer.store import Store
+from agentrl_tracer.store import Store, database
 
 
 class StoreOnly(Session):
@@ -18,7 +20,10 @@ class StoreOnly(Session):
 
     def __init__(self, store: Store) -> None:
         self.store = store
+        self.run_id = store.create_run("run", "train", {})
         self._next_maintenance = 0.0
+
+    def _stop(self) -> None: ...
 
 
 def test_a_dead_runners_lease_is_noticed_while_the_trainer_learns(store: Store) -> None:
@@ -56,3 +61,19 @@ def test_a_finished_computation_is_returned_or_raised_at_once(store: Store) -> N
     with pytest.raises(ValueError, match="no gradient"):
         StoreOnly(store).result(failed)
     assert time.monotonic() - started < 0.4
+
+
+def test_a_run_ends_soon_while_its_store_is_away(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has waited for the store before it failed."""
+    monkeypatch.setattr(database, "_TURN_S", 0.1)
+    monkeypatch.setattr(session, "_FAREWELL_S", 0.2)
+    ending = StoreOnly(store)
+    with open(f"{store.db.engine.url.database}-queue", "r+") as queue:
+        fcntl.flock(queue, fcntl.LOCK_EX)  # of another process that is stopped
+        free = threading.Timer(5, fcntl.flock, (queue, fcntl.LOCK_UN))
+        free.start()
+        ending.__exit__(None, ValueError("the first error"), None)
+        assert free.is_alive(), "it waited until the store was back"
+        free.cancel()

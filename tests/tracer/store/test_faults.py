@@ -248,6 +248,30 @@ def test_damaged_and_foreign_files(tmp_path: Path) -> None:
         Store(str(damaged)).rollouts(run_id)
 
 
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [("name", "CAST(x'ff' AS TEXT)"), ("config", "CAST(x'7bff' AS TEXT)"), ("config", "'{'")],
+)
+def test_a_damaged_value_is_no_fault_of_ours(tmp_path: Path, column: str, value: str) -> None:
+    with closing(Store(str(tmp_path / "store.db"))) as store:
+        run_id = start_run(store)
+        with store.db.write() as c:
+            c.exec_driver_sql(f"UPDATE runs SET {column} = {value}")
+        with pytest.raises(StoreError, match="the file is damaged; bring a copy back"):
+            store.runs()
+        assert store.rollouts(run_id)
+
+
+def test_an_unknown_format_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    Store(str(path)).close()
+    with path.open("r+b") as file:
+        file.seek(44)  # the format of its schema, in SQLite's header
+        file.write(b"\xff" * 4)
+    with pytest.raises(StoreError, match="the file is damaged; bring a copy back"):
+        Store(str(path))
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
 def test_an_unwritable_folder(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)

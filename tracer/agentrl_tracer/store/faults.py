@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import re
 import sqlite3
@@ -28,6 +29,11 @@ class StoreError(RuntimeError):
     """The database failed, not the data. The message says what to do."""
 
 
+def unexpected(error: BaseException) -> BaseException | None:
+    """Return an error to be logged with its traceback; None if its message says what to do."""
+    return None if isinstance(error, StoreError) else error
+
+
 @dataclass(frozen=True, slots=True)
 class Fault:
     """What failed and, where waiting does not help, what does."""
@@ -41,6 +47,9 @@ _UNWRITABLE = (
     "it cannot be written; make the file and its folder writable for this user, or name another "
     "place with --run.store"
 )
+_DAMAGED = Fault(
+    "the file is damaged; bring a copy back, or save what can be read with `sqlite3 FILE .recover`"
+)
 _LOCKED = Fault("another process holds its lock", passes=True)
 _SQLITE: dict[str, Fault] = {
     "SQLITE_BUSY": _LOCKED,
@@ -48,15 +57,13 @@ _SQLITE: dict[str, Fault] = {
     "SQLITE_PROTOCOL": _LOCKED,
     "SQLITE_FULL": Fault(_FULL),
     "SQLITE_IOERR": Fault("its disk is full, or fails; free some space, or check the disk"),
-    "SQLITE_CORRUPT": Fault(
-        "the file is damaged; bring a copy back, or save what can be read with "
-        "`sqlite3 FILE .recover`"
-    ),
+    "SQLITE_CORRUPT": _DAMAGED,
     "SQLITE_NOTADB": Fault("the file is no store; name another one, or bring a copy back"),
     "SQLITE_READONLY": Fault(_UNWRITABLE),
     "SQLITE_CANTOPEN": Fault(_UNWRITABLE),
     "SQLITE_PERM": Fault(_UNWRITABLE),
 }
+_UNREADABLE = re.compile("Could not decode|unsupported file format")
 # Refusals of PostgreSQL that no waiting changes. A failed connection has no SQLSTATE.
 _REFUSED = re.compile(
     "password|authentication|does not exist|pg_hba|permission|invalid .*(option|value)|certificate"
@@ -68,7 +75,9 @@ def fault_of(error: Exception) -> Fault | None:
     cause: Any = (isinstance(error, DBAPIError) and error.orig) or error
     if isinstance(cause, sqlite3.Error):
         name = "_".join(str(getattr(cause, "sqlite_errorname", "")).split("_")[:2])
-        return _SQLITE.get(name)
+        return _DAMAGED if _UNREADABLE.match(str(cause)) else _SQLITE.get(name)
+    if isinstance(cause, UnicodeDecodeError | json.JSONDecodeError):  # of what was read
+        return _DAMAGED
     if isinstance(cause, OSError):  # the folder, or the file that orders the writers
         full = cause.errno in (errno.ENOSPC, errno.EDQUOT)
         return Fault(_FULL if full else f"{cause.strerror or cause}; {_UNWRITABLE}")

@@ -90,17 +90,22 @@ class LeaseStore(RolloutStore):
 
     def expire_leases(self, now: float | None = None) -> list[str]:
         """Seal the attempts whose runner stopped heartbeating; return their ids."""
-        overdue = sa.select(t.attempts.c.id).where(
-            t.attempts.c.state == AttemptState.RUNNING,
-            t.attempts.c.lease_expires_at < (time.time() if now is None else now),
-        )
-        if not self.db.fetch(overdue.limit(1)):
+        overdue = t.attempts.c.lease_expires_at < (time.time() if now is None else now)
+        return self._seal_lost(overdue, "its runner stopped heartbeating")
+
+    def end_leases(self, pool: str) -> list[str]:
+        """Seal the attempts of a pool's runners, which have all died; return their ids."""
+        return self._seal_lost(t.attempts.c.runner.startswith(f"{pool}-"), "its runner died")
+
+    def _seal_lost(self, which: sa.ColumnElement[bool], why: str) -> list[str]:
+        lost = sa.select(t.attempts.c.id).where(t.attempts.c.state == AttemptState.RUNNING, which)
+        if not self.db.fetch(lost.limit(1)):
             return []
 
         def work(c: sa.Connection) -> list[str]:
-            ids = list(c.execute(overdue).scalars())
+            ids = list(c.execute(lost).scalars())
             for attempt_id in ids:
-                self._seal(c, attempt_id, AttemptState.LOST, "its runner stopped heartbeating")
+                self._seal(c, attempt_id, AttemptState.LOST, why)
             return ids
 
         return self.db.transact(work)

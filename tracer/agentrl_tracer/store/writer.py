@@ -23,6 +23,7 @@ from typing import Literal
 from agentrl_tracer.schemas import AttemptState, Call, Reward, Span
 from agentrl_tracer.store import Store, StoreError
 from agentrl_tracer.store.calls import Delivery
+from agentrl_tracer.store.faults import unexpected
 
 log = logging.getLogger("agentrl")
 
@@ -193,7 +194,8 @@ class TraceWriter:
                     self._write_out([item], [], proxied)
                 return
             if opened:
-                log.exception("the store did not take %d open calls", len(opened))
+                said = "the store did not take %d open calls: %s"
+                log.error(said, len(opened), error, exc_info=unexpected(error))
             failure = error
         if batch and not (loop := batch[0].done.get_loop()).is_closed():
             loop.call_soon_threadsafe(_resolve, batch, states, failure)
