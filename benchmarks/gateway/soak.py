@@ -121,7 +121,7 @@ def serve(store_path: str, run_id: str, ready: Any) -> None:
     )  # fmt: skip
     try:
         with bind("127.0.0.1", 0, operator_key=OPERATOR_KEY) as bound:
-            ready.put(url_of(*bound.getsockname()))
+            ready.put(url_of(bound))
             serve_on(create_app(deps), bound)
     finally:
         writer.close()

@@ -55,7 +55,7 @@ def serving(app: Any) -> Iterator[str]:
             while not server.started:
                 assert thread.is_alive(), "the gateway did not start"
                 time.sleep(0.01)
-            yield url_of(*bound.getsockname())
+            yield url_of(bound)
         finally:
             server.should_exit = True
             thread.join(timeout=deps.limits.grace_s + 10)

@@ -30,7 +30,7 @@ def serve_command(*tokens: Tokens) -> None:
         sock = bind(listen.host, listen.port, operator_key=listen.operator_key)
     except (ValueError, OSError) as error:
         raise ConfigError(f"gateway.host/gateway.port: {error}") from error
-    url, names = url_of(*sock.getsockname()[:2]), list(adapters) or [config.model.name]
+    url, names = url_of(sock), list(adapters) or [config.model.name]
     body = {"model": names[0], "messages": [{"role": "user", "content": "Who are you?"}]}
     key = " -H 'authorization: Bearer '$KEY" if listen.operator_key else ""
     print_line(f"{' and '.join(names)} answers at {url}/v1 once the model is loaded. Try:\n")

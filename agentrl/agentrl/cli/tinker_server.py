@@ -61,7 +61,7 @@ def tinker_server_command(
     except (ValueError, OSError) as error:
         raise ConfigError(f"host/port: {error}") from error
     torch.set_num_threads(1)  # training and sampling threads share the cores
-    url = url_of(*sock.getsockname()[:2])
+    url = url_of(sock)
     key = "tml-local" if api_key is None else "$AGENTRL_TINKER_SERVER_KEY"
     print_line(f"Run your scripts with\n\nTINKER_BASE_URL={url} TINKER_API_KEY={key}\n")
     app = create_app(

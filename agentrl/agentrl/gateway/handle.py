@@ -18,7 +18,7 @@ from agentrl.config.secrets import secret_variables
 from agentrl.gateway.process import CANNOT_START, GatewayPlan, run_gateway
 from agentrl.process_privacy import environment_without
 from agentrl.supervisor import SupervisedProcess, end_with_parent
-from agentrl_proxy.server.listening import url_of
+from agentrl_proxy.server.listening import http_url
 
 _HOPELESS_DEATHS = 5  # in a row, after which ``watch`` gives up
 _LIVED_S = 30.0  # of health, after which earlier deaths are forgotten
@@ -46,7 +46,7 @@ class GatewayHandle(SupervisedProcess):
         self._plan = plan
         self._socket = listening
         host, port = listening.getsockname()[:2]
-        self.url = url_of({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
+        self.url = http_url({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
         self._client = httpx.Client(
             base_url=self.url,
             headers={"authorization": f"Bearer {key}"} if (key := plan.operator_key) else {},
@@ -69,7 +69,7 @@ class GatewayHandle(SupervisedProcess):
                 address = str(route.getsockname()[0])
         except OSError:  # no network
             address = socket.gethostname()
-        return url_of(address, port)
+        return http_url(address, port)
 
     def start(self) -> None:
         """Start the process, as a fork of this one where that is safe and saves the imports."""

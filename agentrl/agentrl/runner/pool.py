@@ -59,8 +59,8 @@ class _Slot:
     index: int
     child: ForkedChild | None = None
     due: float = 0.0
-    running: dict[str, str] = field(default_factory=dict[str, str])
-    """The rollouts of the worker's attempts, by attempt. If it dies, the next worker ends them."""
+    running: dict[str, tuple[str, int]] = field(default_factory=dict[str, tuple[str, int]])
+    """By attempt of the worker, its rollout and number. If it dies, the next worker ends them."""
     code: int = 0  # of the last worker
     backoff: Backoff = field(default_factory=Backoff)
 
@@ -105,8 +105,6 @@ class Pool:
             for slot in self._slots[:1] if now < self._pioneer_until else self._slots:
                 if slot.child is None and now >= slot.due:
                     self._fork_worker(slot)
-                    if slot.child is not None:
-                        slot.running.clear()
             self._listen()
         self._stop_workers()
 
@@ -177,9 +175,10 @@ class Pool:
             with contextlib.suppress(OSError):  # the store's process has ended, and this one will
                 socket.send_fds(self._store, [b"w"], [theirs.fileno()])
             theirs.close()
-            orphans = list(slot.running.items())
-            run = partial(run_worker, self.config, slot.index, orphans, slot.code, store)
+            run = partial(run_worker, self.config, slot.index, slot.running, slot.code, store)
             self._fork(slot, run)
+        if slot.child is not None:  # it has a copy
+            slot.running.clear()
 
     def _fork(self, slot: _Slot, run: Callable[[socket.socket], NoReturn]) -> None:
         try:
@@ -213,7 +212,7 @@ class Pool:
             if "modules" in message and self._lessons < _MOST_LESSONS:
                 self._learn(message["modules"])
             if "claimed" in message:  # the first attempt begins, or has begun
-                slot.running[message["claimed"]] = message["rollout"]
+                slot.running[message["claimed"]] = message["of"]
                 self._pioneer_until = min(self._pioneer_until, time.monotonic() + _PIONEER_S)
             if "ended" in message:
                 slot.running.pop(message["ended"], None)

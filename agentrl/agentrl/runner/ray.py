@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from agentrl.runner.agent_process.environment import check_environment
 from agentrl.runner.agent_spec import validate_agent
 from agentrl.runner.protocol import RunnerConfig
-from agentrl_proxy.server.listening import url_of
+from agentrl_proxy.server.listening import http_url
 
 logger = logging.getLogger("agentrl.runner")
 
@@ -195,7 +195,7 @@ def _within_reach(ray: Any, config: RunnerConfig, gateway_host: str | None) -> R
         return config
     # It listens everywhere; other nodes need this machine's address.
     address = ray.util.get_node_ip_address()
-    return replace(config, gateway=url_of(address, parts.port or 80))
+    return replace(config, gateway=http_url(address, parts.port or 80))
 
 
 def check_reach(config: RunnerConfig) -> None:

@@ -20,7 +20,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import NoReturn, ParamSpec, TypeVar
 
@@ -111,9 +111,9 @@ class Worker:
             if claim is None:
                 break
             self._queue.found()
-            self._tell_pool({"claimed": claim.attempt_id, "rollout": claim.rollout_id})
-            path = config.log_of(claim.rollout_id, claim.attempt_number)
-            log = AttemptLog(path, config.log_bytes)
+            place = claim.rollout_id, claim.attempt_number
+            self._tell_pool({"claimed": claim.attempt_id, "of": place})
+            log = AttemptLog(config.log_of(*place), config.log_bytes)
             often = config.concurrency > 1 and claim.attempt_number >= _MOST_DEATHS
             alone = often and self._deaths(claim.rollout_id) >= _MOST_DEATHS - 1
             running = _RunningAttempt(claim, boot_id, float("inf"), log, alone)
@@ -259,22 +259,18 @@ class Worker:
                 ending = AttemptEnding(AttemptState.INFRASTRUCTURE, error)
             self._finish(running, ending)
 
-    def end_orphans(self, orphans: Sequence[tuple[str, str]], code: int) -> None:
-        """End the attempts (with their rollouts) of this worker's predecessor, which has died."""
-        for attempt_id, rollout_id in orphans:
+    def end_orphans(self, orphans: Mapping[str, tuple[str, int]], code: int) -> None:
+        """End the attempts of this worker's predecessor, which has died; see ``run_worker``."""
+        for attempt_id, (rollout_id, number) in orphans.items():
             # A signal may have come from the agent; an exit code is a fault of the worker's own.
             said = f"its runner, which {_how_it_ended(code)}"
             error = f"{_DIED} with {said}" if code < 0 else f"it ended with {said}"
             blamed = code < 0 and len(orphans) == 1 and self._deaths(rollout_id) >= _MOST_DEATHS - 1
             state = AttemptState.ERROR if blamed else AttemptState.INFRASTRUCTURE
-            for attempt in self._try_store(self._store.attempts, [rollout_id]) or []:
-                if attempt.id == attempt_id:
-                    log = AttemptLog(
-                        self._config.log_of(rollout_id, attempt.number), self._config.log_bytes
-                    )
-                    self._try_store(
-                        self._store.end_attempt, attempt_id, state, error=error, log=log.close()
-                    )
+            log = AttemptLog(self._config.log_of(rollout_id, number), self._config.log_bytes)
+            self._try_store(
+                self._store.end_attempt, attempt_id, state, error=error, log=log.close()
+            )
 
     def _deaths(self, rollout_id: str) -> int:
         """Count the attempts of a rollout that ended with their process or worker."""
@@ -359,7 +355,7 @@ def _how_it_ended(code: int) -> str:
 def run_worker(
     config: RunnerConfig,
     index: int,
-    orphans: Sequence[tuple[str, str]],
+    orphans: Mapping[str, tuple[str, int]],
     code: int,
     store: socket.socket,
     control: socket.socket,
@@ -367,7 +363,8 @@ def run_worker(
     """Run a just forked worker process to its end.
 
     Args:
-        orphans: attempts, with their rollouts, of the worker that died in this one's place.
+        orphans: by attempt, the rollouts and the attempts' numbers of the worker that died in this
+            one's place.
         code: how that worker ended.
         store: to the process that holds the store.
     """

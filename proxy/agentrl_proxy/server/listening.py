@@ -38,5 +38,9 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def url_of(host: str, port: int) -> str:
+def url_of(bound: socket.socket) -> str:
+    return http_url(*bound.getsockname()[:2])
+
+
+def http_url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

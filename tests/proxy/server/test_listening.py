@@ -21,5 +21,4 @@ def test_binding() -> None:
 
 def test_an_address_of_ipv6_binds_and_has_brackets() -> None:
     with bind("::", 0, operator_key="k") as bound:
-        host, port = bound.getsockname()[:2]
-        assert url_of(host, port) == f"http://[::]:{port}"
+        assert url_of(bound) == f"http://[::]:{bound.getsockname()[1]}"

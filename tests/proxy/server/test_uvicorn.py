@@ -205,7 +205,7 @@ deps = gateway_dependencies(
 )
 try:
     with bind("127.0.0.1", 0, operator_key=None) as bound:
-        print(url_of(*bound.getsockname()), flush=True)
+        print(url_of(bound), flush=True)
         serve_on(create_app(deps), bound)
 finally:
     writer.close()
