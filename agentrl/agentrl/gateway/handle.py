@@ -46,7 +46,8 @@ class GatewayHandle(SupervisedProcess):
         self._plan = plan
         self._socket = listening
         host, port = listening.getsockname()[:2]
-        self.url = http_url({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
+        reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host) or host
+        self.url = http_url(reached, port)
         self._client = httpx.Client(
             base_url=self.url,
             headers={"authorization": f"Bearer {key}"} if (key := plan.operator_key) else {},

@@ -16,6 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,14 +31,16 @@ class ForkedChild:
 
     Args:
         run: what the child does with its end.
-        siblings: sockets of this process, which the child must not keep open.
+        siblings: connections of this process, which the child must not keep open.
 
     Raises:
         OSError: out of processes or descriptors.
     """
 
     def __init__(
-        self, run: Callable[[socket.socket], NoReturn], siblings: Iterable[socket.socket] = ()
+        self,
+        run: Callable[[socket.socket], NoReturn],
+        siblings: Iterable[socket.socket | Connection] = (),
     ) -> None:
         self.socket, theirs = socket.socketpair()
         self.started = time.monotonic()

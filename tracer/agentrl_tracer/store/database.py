@@ -23,6 +23,7 @@ from sqlalchemy.exc import ArgumentError, NoSuchModuleError
 
 from agentrl_tracer.store.faults import PATIENCE_S, StoreError, Waiting, patiently
 from agentrl_tracer.store.statements import (
+    AnySelect,
     CompiledStatement,
     json_text,
     json_value,
@@ -220,10 +221,12 @@ class Database:
         """Return all rows of one query, by column."""
         return [row._mapping for row in self.fetch_rows(query, parameters)]
 
-    def fetch_rows(self, query: sa.Executable, parameters: Any = None) -> Sequence[sa.Row[Any]]:
+    def fetch_rows(
+        self, query: sa.Executable, parameters: Any = None
+    ) -> Sequence[sa.Row[*tuple[Any, ...]]]:
         """Return all rows of one query."""
 
-        def attempt() -> Sequence[sa.Row[Any]]:
+        def attempt() -> Sequence[sa.Row[*tuple[Any, ...]]]:
             with self.read() as connection:
                 return connection.execute(query, parameters).all()
 
@@ -272,7 +275,7 @@ class Database:
         cursor.executemany(insert.sql, [insert.parameters(row) for row in rows])
 
     def select_among(
-        self, cursor: Any, select: sa.Select[Any], column: sa.Column[str], ids: Collection[str]
+        self, cursor: Any, select: AnySelect, column: sa.Column[str], ids: Collection[str]
     ) -> list[Any]:
         """Return the rows whose ``column`` is one of ``ids``, with the cursor of ``write_hot``."""
         size = 1 << (len(ids) - 1).bit_length()  # one statement each for 1, 2, 4, 8, ...

@@ -13,6 +13,8 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.sql.compiler import SQLCompiler
 
+AnySelect = sa.Select[*tuple[Any, ...]]
+
 
 def json_text(value: Any) -> str:
     """Serialize for a JSON column: the same text for the same value in both databases."""
@@ -50,7 +52,7 @@ def upsert(
 
 
 @cache
-def where_among(select: sa.Select[Any], column: sa.Column[str], size: int) -> sa.Select[Any]:
+def where_among(select: AnySelect, column: sa.Column[str], size: int) -> AnySelect:
     ids = [sa.bindparam(f"id{i}", type_=sa.Text) for i in range(size)]
     return select.where(column.in_(ids))
 
