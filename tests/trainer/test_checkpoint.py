@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import random
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,13 @@ def test_a_failure_while_writing_leaves_what_was_there(tmp_path: Path) -> None:
         save(tmp_path, 2, meta={"not json": object()})
     with pytest.raises(OSError, match="disk full"), atomic_folder(tmp_path / "step-00000001"):
         raise OSError("disk full")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:  # safetensors has an error of its own
+        with pytest.raises(OSError, match="step-00000002 cannot be written"):
+            save(tmp_path, 2, tensors={"large": torch.zeros(10_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert names(tmp_path) == ["step-00000001"]
     assert load(tmp_path).step == 1
 
