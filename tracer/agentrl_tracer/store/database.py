@@ -223,10 +223,10 @@ class Database:
 
     def fetch_rows(
         self, query: sa.Executable, parameters: Any = None
-    ) -> Sequence[sa.Row[*tuple[Any, ...]]]:
+    ) -> Sequence[Any]:
         """Return all rows of one query."""
 
-        def attempt() -> Sequence[sa.Row[*tuple[Any, ...]]]:
+        def attempt() -> Sequence[Any]:
             with self.read() as connection:
                 return connection.execute(query, parameters).all()
 
