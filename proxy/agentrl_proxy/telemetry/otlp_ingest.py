@@ -47,8 +47,7 @@ async def traces(
     """
     from agentrl_tracer.otlp_codec import parse_traces, rewards_in
 
-    content_type = headers.get("content-type", "")
-    kind = content_type.partition(";")[0].strip().lower()
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind not in ("application/x-protobuf", "application/json"):
         allowed = "application/x-protobuf or application/json"
         message = f"content-type must be {allowed}; got {kind[:60]!r}"
@@ -57,7 +56,7 @@ async def traces(
     if kind == "application/json":
         check_marks(body)
     try:
-        spans = await large.run(is_large(body), parse_traces, body, content_type, *ids)
+        spans = await large.run(is_large(body), parse_traces, body, kind, *ids)
         if len(spans) > _MAX_SPANS:
             message = f"an export may have up to {_MAX_SPANS} spans; got {len(spans)}"
             raise ApiError(413, message, code="body_too_large")
