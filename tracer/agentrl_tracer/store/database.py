@@ -221,9 +221,7 @@ class Database:
         """Return all rows of one query, by column."""
         return [row._mapping for row in self.fetch_rows(query, parameters)]
 
-    def fetch_rows(
-        self, query: sa.Executable, parameters: Any = None
-    ) -> Sequence[Any]:
+    def fetch_rows(self, query: sa.Executable, parameters: Any = None) -> Sequence[Any]:
         """Return all rows of one query."""
 
         def attempt() -> Sequence[Any]:
