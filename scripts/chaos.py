@@ -2,6 +2,8 @@
 
     python scripts/chaos.py --kills 100                     100 kills of each victim
     python scripts/chaos.py --kills 2 --victims agent,worker --store sqlite
+    python scripts/chaos.py --kills 10 --victims vllm --store sqlite --steps 30 --pause 20 \\
+        --vllm "--sampler vllm --sampler.vllm.python VENV/bin/python"
 
 The victims are the gateway, the runners' pool, one of its workers, an agent, the trainer (which is
 resumed), PostgreSQL and vLLM. Runs alternate between one adapter, two adapters, and asynchronous
@@ -34,7 +36,8 @@ import sqlalchemy as sa
 HERE = Path(__file__).parent
 RUN_LIMIT_S = 900
 STOPPED_S = 3.0
-GAVE_UP = "keep dying and no rollout finishes"  # a trainer may say so, and is resumed
+GAVE_UP = ("keep dying and no rollout finishes", "vLLM does not start")
+"""What a trainer may say at its end. It is resumed."""
 TWO_ADAPTERS = ["--adapters", "asker,answerer"]
 AHEAD = ["--max-staleness", "1", "--rollouts-per-process", "8", "--rollouts.concurrency", "2"]
 SHAPES: dict[str, list[str]] = {
@@ -141,7 +144,7 @@ class Run:
         children = self.trainer.children()
         named = {child: " ".join(child.cmdline()) for child in children}
         runners = [child for child, name in named.items() if "agentrl.runner" in name]
-        engines = [child for child, name in named.items() if "vllm" in name.split(" train ")[0]]
+        engines = [child for child, name in named.items() if "samplers.vllm" in name]
         pools = [pool for runner in runners for pool in runner.children()]
         workers = [worker for pool in pools for worker in pool.children()]
         found: dict[str, list[psutil.Process]] = {
@@ -149,7 +152,7 @@ class Run:
             "pool": runners + pools,
             "worker": workers,
             "agent": [agent for worker in workers for agent in worker.children()],
-            "vllm": engines,
+            "vllm": engines + [one for engine in engines for one in engine.children(True)],
         }
         return found[kind]
 
@@ -209,7 +212,7 @@ def hurt(run: Run, quota: Counter[str], rng: random.Random, postgres: Postgres |
         code = run.trainer.poll()
         if code == 0:
             return
-        if code is not None and GAVE_UP in run.said():
+        if code is not None and any(why in run.said() for why in GAVE_UP):
             run.strikes["gave up"] += 1
             run.start()
         elif code is not None:
@@ -378,6 +381,7 @@ def main() -> None:
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--pause", type=float, default=2.0, help="mean seconds between strikes")
     parser.add_argument("--vllm", default="", help="flags that make vLLM the sampler")
     parser.add_argument("--folder", type=Path, help="kept; by default a temporary folder")
     options = parser.parse_args()
@@ -386,7 +390,7 @@ def main() -> None:
     problems = chaos(
         folder.resolve(), quota, stores=options.store.split(","),
         shapes=options.shapes.split(","), seed=options.seed, steps=options.steps,
-        vllm=options.vllm.split(),
+        pause_s=options.pause, vllm=options.vllm.split(),
     )  # fmt: skip
     sys.exit(bool(problems))
 
