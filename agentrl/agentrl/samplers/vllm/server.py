@@ -4,8 +4,8 @@ Knows vLLM's command line, not its HTTP API. vLLM pins torch, so it may live in 
 what runs there is vLLM's own entry point.
 
 Run as a module, this is the process between supervisor and server: it ends the server, and every
-process that the server started, when it is told to, when the supervisor is gone, or when the
-server's engine has died.
+process that the server started, when it is told to, when the supervisor is gone, when the server's
+engine has died, or when it is killed itself.
 """
 
 from __future__ import annotations
@@ -171,16 +171,19 @@ def main(argv: Sequence[str]) -> int:
     if argv[0] != sys.executable:
         env.pop("PYTHONPATH", None)  # it is our interpreter's, and would mix two environments
     server = subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
+    # Ends what is left of the server when its standard input closes, as it does if we are killed.
+    last = subprocess.Popen(
+        ["sh", "-c", f"cat; kill -9 -{server.pid}"],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
 
     def end_server() -> None:
         server.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             server.wait(_END_GRACE_S)
-        kill_group()
-
-    def kill_group() -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(server.pid, signal.SIGKILL)
+        server.kill()
 
     def watch_supervisor() -> None:
         os.read(0, 1)  # the supervisor never writes: this returns when it is gone
@@ -196,8 +199,8 @@ def main(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: begin(end_server))
     begin(watch_engine)
     begin(watch_supervisor)
-    code = server.wait()
-    kill_group()  # processes it left behind hold memory, often a GPU's
+    with last:
+        code = server.wait()
     return code if code >= 0 else 128 - code
 
 

@@ -98,13 +98,18 @@ def leashed(script: str, socket: Path) -> Iterator[subprocess.Popen[str]]:
         yield leash
 
 
-@pytest.mark.parametrize("orphaned", [False, True])
-def test_the_server_ends_with_its_starter(orphaned: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["terminated", "orphaned", "killed"])
+def test_the_server_ends_with_its_starter(how: str, tmp_path: Path) -> None:
     with leashed(_STUBBORN, tmp_path / "socket") as leash:
         assert leash.stdout is not None
         assert leash.stdin is not None
         grandchild = int(leash.stdout.readline())
-        leash.stdin.close() if orphaned else leash.terminate()
+        ends = {
+            "terminated": leash.terminate,
+            "orphaned": leash.stdin.close,
+            "killed": leash.kill,
+        }
+        ends[how]()
         assert leash.wait(30) != 0
         until(lambda: not alive(grandchild), 30)
 
