@@ -183,10 +183,18 @@ def main(argv: Sequence[str]) -> int:
         server.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             server.wait(_END_GRACE_S)
-        server.kill()
+        kill_group()
+
+    def kill_group() -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(server.pid, signal.SIGKILL)
 
     def watch_supervisor() -> None:
         os.read(0, 1)  # the supervisor never writes: this returns when it is gone
+        end_server()
+
+    def watch_last() -> None:
+        last.wait()
         end_server()
 
     def watch_engine() -> None:
@@ -198,9 +206,11 @@ def main(argv: Sequence[str]) -> int:
 
     signal.signal(signal.SIGTERM, lambda *_: begin(end_server))
     begin(watch_engine)
+    begin(watch_last)
     begin(watch_supervisor)
     with last:
         code = server.wait()
+        kill_group()  # processes it left behind hold memory, often a GPU's
     return code if code >= 0 else 128 - code
 
 
