@@ -180,16 +180,7 @@ def test_a_server_that_cannot_start_says_so_at_once(tmp_path: Path) -> None:
 
 
 def test_a_second_signal_ends_a_busy_server_at_once(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "agentrl",
-        "tinker-server",
-        "--port",
-        "0",
-        "--folder",
-        tmp_path,
-    ]
+    command = [sys.executable, "-m", "agentrl", "tinker-server", "--port=0", f"--folder={tmp_path}"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as server:
         assert server.stdout is not None
         url = next(filter(None, map(URL.search, map(bytes.decode, server.stdout))))

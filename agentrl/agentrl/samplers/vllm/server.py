@@ -171,8 +171,8 @@ def main(argv: Sequence[str]) -> int:
     if argv[0] != sys.executable:
         env.pop("PYTHONPATH", None)  # it is our interpreter's, and would mix two environments
     server = subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
-    # Ends what is left of the server when its standard input closes, as it does if we are killed.
-    last = subprocess.Popen(
+    # Kills the server's process group when its standard input closes: then we were killed.
+    guard = subprocess.Popen(
         ["sh", "-c", f"cat; kill -9 -{server.pid}"],
         stdin=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -183,18 +183,14 @@ def main(argv: Sequence[str]) -> int:
         server.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             server.wait(_END_GRACE_S)
-        kill_group()
-
-    def kill_group() -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(server.pid, signal.SIGKILL)
+        server.kill()
 
     def watch_supervisor() -> None:
         os.read(0, 1)  # the supervisor never writes: this returns when it is gone
         end_server()
 
-    def watch_last() -> None:
-        last.wait()
+    def watch_guard() -> None:
+        guard.wait()
         end_server()
 
     def watch_engine() -> None:
@@ -206,11 +202,13 @@ def main(argv: Sequence[str]) -> int:
 
     signal.signal(signal.SIGTERM, lambda *_: begin(end_server))
     begin(watch_engine)
-    begin(watch_last)
+    begin(watch_guard)
     begin(watch_supervisor)
-    with last:
+    with guard:
         code = server.wait()
-        kill_group()  # processes it left behind hold memory, often a GPU's
+        # Processes that it left behind hold memory, often a GPU's.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(server.pid, signal.SIGKILL)
     return code if code >= 0 else 128 - code
 
 
