@@ -124,7 +124,7 @@ _CHAT: dict[str, Callable[[], bytes]] = {
     "lists": lambda: b'{"model": [' + b"[]," * 2_500_000 + b"[]]}",
     "a list as the model": lambda: b'{"model": [' + b"1," * 250_000 + b"1]}",
     "junk": lambda: _chat(junk="j" * (LIMIT - 200)),
-    "junk, 128 choices": lambda: _chat(junk="j" * 16_000, n=128),
+    "junk, 128 choices": lambda: _chat(junk="j" * 60_000, n=128),
     "stop": lambda: _chat(stop=["s" * (LIMIT // 16 - 50)] * 16),
     "biases": lambda: _chat(logit_bias={str(i): 1 for i in range(70_000)}),
     "parts": lambda: _chat(messages=_user([{"type": "text", "text": "a"}] * 25_000)),

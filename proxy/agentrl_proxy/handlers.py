@@ -59,7 +59,7 @@ from agentrl_tracer.schemas import AttemptRef, AttemptState
 
 log = logging.getLogger("agentrl.proxy")
 
-_MAX_RECORDED_BYTES = 2 * 1024 * 1024  # of several choices: each one's row holds the request
+_MAX_RECORDED_BYTES = 8 * 1024 * 1024  # of several choices: each one's row holds the request
 _COUNTED_CONTEXTS = 8  # a prompt is counted up to so many times the context length
 
 
