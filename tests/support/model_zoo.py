@@ -39,8 +39,9 @@ from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.inference import SampleParams
 from agentrl_trainer.learner.learner import Learner
 from agentrl_trainer.learner.loss_options import AdamParams
-from agentrl_trainer.models.loading import ModelError, load_base
+from agentrl_trainer.models.loading import load_base
 from agentrl_trainer.models.lora import load_adapter_weights, save_adapter
+from agentrl_trainer.models.sources import ModelError
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 _START, _END = "<!-- made by tests/support/model_zoo.py -->", "<!-- until here -->"

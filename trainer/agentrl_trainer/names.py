@@ -1,8 +1,12 @@
-"""Check names that become files or folders: of runs, adapters, clients, saved states."""
+"""Names of built-in models, and checks of names that become files or folders.
+
+Those are names of runs, adapters, clients and saved states."""
 
 from __future__ import annotations
 
 import re
+
+TINY_MODEL, SMOLLM2 = BUILT_IN = ("agentrl-tiny", "smollm2-135m")
 
 _LONGEST = 100  # a file system's limit is 255, of which staging folders need some
 _NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]*[A-Za-z0-9_-])?")

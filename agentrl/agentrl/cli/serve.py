@@ -12,7 +12,7 @@ from agentrl.config.errors import ConfigError
 from agentrl.config.loading import load
 from agentrl.config.secrets import store_url
 from agentrl.console.output import console, print_line
-from agentrl.gateway.handle import GatewayHandle
+from agentrl.gateway.handle import GatewayHandle, fetch_model
 from agentrl.gateway.process import GatewayPlan
 from agentrl.interrupts import end_in_order
 from agentrl.runs.folder import adapter_folders
@@ -24,6 +24,7 @@ from agentrl_tracer.store import Store
 def serve_command(*tokens: Tokens) -> None:
     """Serve a model, with or without trained adapters, over the OpenAI API."""
     config = load(ServeConfig, tokens)
+    fetch_model(config.model.name)
     listen = config.gateway
     adapters = adapter_folders(config, config.model.adapter_path)
     try:

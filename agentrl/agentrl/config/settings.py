@@ -195,7 +195,7 @@ class ModelSettings(Table):
     """The base model and its adapter."""
 
     name: Annotated[str, Field(min_length=1)] = "agentrl-tiny"
-    """Base model: agentrl-tiny (built in), a folder, or a Hugging Face name."""
+    """Base model: agentrl-tiny or smollm2-135m (built in), a folder, or a Hugging Face name."""
     device: str = "auto"
     """Torch device of sampler and trainer: auto, cpu, cuda, cuda:1, ..."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

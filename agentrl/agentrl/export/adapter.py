@@ -51,7 +51,7 @@ def export(
         ModelError: the two cannot be merged.
     """
     from agentrl_trainer.checkpoint import atomic_folder
-    from agentrl_trainer.models.loading import resolve_model
+    from agentrl_trainer.models.sources import resolve_model
 
     found = find_adapters(source, "source")
     if adapter is None and len(found) > 1:
@@ -113,7 +113,7 @@ def _base_of(named: str | None, peft: Path) -> str:
     Raises:
         ConfigError: the two mean different models, or neither names one.
     """
-    from agentrl_trainer.models.loading import ModelError, resolve_model
+    from agentrl_trainer.models.sources import ModelError, resolve_model
 
     trained_on: str | None = _read(peft / "adapter_config.json").get("base_model_name_or_path")
     if named is None and trained_on is None:

@@ -13,9 +13,10 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 
 from agentrl.export import ollama
 from agentrl_trainer.checkpoint import atomic_folder
-from agentrl_trainer.models.loading import ModelError, checkpoint_dtype, load_base
+from agentrl_trainer.models.loading import checkpoint_dtype, load_base
 from agentrl_trainer.models.lora import read_adapter
 from agentrl_trainer.models.lora_targets import no_false_warnings
+from agentrl_trainer.models.sources import ModelError
 
 
 def merge(peft: Path, model: str, out: Path, *, trust_remote_code: bool = False) -> None:

@@ -19,6 +19,7 @@ from agentrl.gateway.process import CANNOT_START, GatewayPlan, run_gateway
 from agentrl.process_privacy import environment_without
 from agentrl.supervisor import SupervisedProcess, end_with_parent
 from agentrl_proxy.server.listening import http_url
+from agentrl_trainer.names import SMOLLM2
 
 _HOPELESS_DEATHS = 5  # in a row, after which ``watch`` gives up
 _LIVED_S = 30.0  # of health, after which earlier deaths are forgotten
@@ -147,6 +148,17 @@ def _may_fork() -> bool:
     import torch
 
     return threading.active_count() == 1 and not torch.cuda.device_count()
+
+
+def fetch_model(name: str) -> None:
+    """Fetch a built-in model that is not here yet.
+
+    The caller's terminal shows the progress; the gateway would write it into its log.
+    """
+    if name == SMOLLM2:  # else there is nothing to fetch here, and torch need not be imported
+        from agentrl_trainer.models.sources import resolve_model
+
+        resolve_model(name)
 
 
 def handed_over(plan: GatewayPlan) -> bytes:

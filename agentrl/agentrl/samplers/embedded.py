@@ -26,7 +26,8 @@ from agentrl_trainer.inference import (
     SamplerEngine,
     SampleRequest,
 )
-from agentrl_trainer.models.loading import BaseModel, ModelError
+from agentrl_trainer.models.loading import BaseModel
+from agentrl_trainer.models.sources import ModelError
 
 log = logging.getLogger("agentrl")
 

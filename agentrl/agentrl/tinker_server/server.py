@@ -27,7 +27,7 @@ from agentrl_trainer.client import (
 from agentrl_trainer.client.futures import map_future
 from agentrl_trainer.client.parameters import TINKER_ONLY
 from agentrl_trainer.client.training import SAMPLERS, STATES
-from agentrl_trainer.models.loading import resolve_model
+from agentrl_trainer.models.sources import resolve_model
 from agentrl_trainer.names import check_name
 
 log = logging.getLogger(__name__)

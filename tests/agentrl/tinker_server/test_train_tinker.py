@@ -24,7 +24,7 @@ from agentrl.training.clients import TrainingClients, create_clients
 from agentrl.training.session import RunError
 from agentrl_tracer.schemas import SkipReason
 from agentrl_trainer import tiny
-from agentrl_trainer.models.loading import ModelError
+from agentrl_trainer.models.sources import ModelError
 
 pytestmark = [pytest.mark.tinker, pytest.mark.timeout(600)]
 

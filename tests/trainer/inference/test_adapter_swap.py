@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from small_models import Asked, as_base, llama, make_adapter, qwen3, settle, worst_difference
 
 from agentrl_trainer.inference import RequestError, SampleParams, llama_cpu
-from agentrl_trainer.models.loading import ModelError
+from agentrl_trainer.models.sources import ModelError
 
 CLOSE = 1e-5
 PROMPT = [*range(7, 200, 7)]

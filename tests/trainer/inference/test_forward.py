@@ -11,7 +11,8 @@ from small_models import Asked, as_base, make_adapter, settle, worst_difference
 
 from agentrl_trainer.inference import SampleParams, SamplerEngine
 from agentrl_trainer.inference.recurrent_cache import Past, tensor_bytes
-from agentrl_trainer.models.loading import BaseModel, ModelError
+from agentrl_trainer.models.loading import BaseModel
+from agentrl_trainer.models.sources import ModelError
 
 
 def small(kind: str) -> BaseModel:

@@ -18,8 +18,9 @@ from agentrl.export.adapter import export
 from agentrl_trainer.inference import SampleParams
 from agentrl_trainer.learner.learner import Learner
 from agentrl_trainer.learner.loss_options import AdamParams
-from agentrl_trainer.models.loading import ModelError, load_base
+from agentrl_trainer.models.loading import load_base
 from agentrl_trainer.models.lora import save_adapter
+from agentrl_trainer.models.sources import ModelError
 
 # One of each: recomputed rows, sparse attention, soft caps, a multimodal checkpoint with windows,
 # other layers, a window that is a buffer, sinks, a state space, names that PEFT renames, chunks,

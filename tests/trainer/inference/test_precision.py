@@ -16,8 +16,9 @@ from small_models import Asked, running_engine, training_row
 from agentrl_trainer.inference import SampleParams
 from agentrl_trainer.learner.learner import Learner
 from agentrl_trainer.learner.loss_options import AdamParams
-from agentrl_trainer.models.loading import ModelError, load_base
+from agentrl_trainer.models.loading import load_base
 from agentrl_trainer.models.lora import save_adapter
+from agentrl_trainer.models.sources import ModelError
 
 MODEL = "agentrl-tiny"
 PROMPT = [5, 60, 700, 41, 1200, 9, 33, 87]

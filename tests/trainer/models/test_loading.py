@@ -33,8 +33,9 @@ from agentrl_trainer import tiny
 from agentrl_trainer.inference import SampleParams
 from agentrl_trainer.learner.learner import Learner
 from agentrl_trainer.models import lora
-from agentrl_trainer.models.loading import ModelError, load_base, load_facts, resolve_model
+from agentrl_trainer.models.loading import load_base, load_facts
 from agentrl_trainer.models.lora import attach_adapter, lora_config, save_adapter
+from agentrl_trainer.models.sources import ModelError, resolve_model
 
 
 @pytest.fixture(scope="module")

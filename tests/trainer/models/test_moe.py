@@ -31,10 +31,10 @@ from agentrl_trainer.inference import SampleParams, SamplerEngine
 from agentrl_trainer.inference.adapter_swap import read_lora
 from agentrl_trainer.learner.learner import Learner
 from agentrl_trainer.learner.loss_options import AdamParams
-from agentrl_trainer.models.loading import ModelError
 from agentrl_trainer.models.lora import attach_adapter, lora_config, save_adapter
 from agentrl_trainer.models.lora_targets import no_false_warnings
 from agentrl_trainer.models.moe import grouped
+from agentrl_trainer.models.sources import ModelError
 
 SMALL: dict[str, Any] = {
     "vocab_size": 257, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -45,9 +45,9 @@ from agentrl_trainer.client.types import (
     SavedPath,
     SupportedModel,
 )
-from agentrl_trainer.models.loading import TINY_MODEL, load_base
+from agentrl_trainer.models.loading import load_base
 from agentrl_trainer.models.lora import CONFIG_FILE
-from agentrl_trainer.names import check_name
+from agentrl_trainer.names import TINY_MODEL, check_name
 
 _TINKER = "agentrl_trainer.client.tinker.service:TinkerServiceClient"  # a subclass of ServiceClient
 

@@ -24,7 +24,8 @@ from agentrl_trainer.inference.recurrent_cache import Past, RowByRowForward
 from agentrl_trainer.inference.requests import Scored
 from agentrl_trainer.learner.logprobs import TokenLogprobs, scatter
 from agentrl_trainer.learner.model_support import shrunk_windows
-from agentrl_trainer.models.loading import BaseModel, ModelError
+from agentrl_trainer.models.loading import BaseModel
+from agentrl_trainer.models.sources import ModelError
 
 log = logging.getLogger(__name__)
 

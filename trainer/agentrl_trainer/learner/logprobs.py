@@ -26,7 +26,7 @@ from agentrl_trainer.learner.model_support import (
     why_not_by_parts,
     why_not_causal,
 )
-from agentrl_trainer.models.loading import ModelError
+from agentrl_trainer.models.sources import ModelError
 
 MAX_LOGITS = 2**24
 """Most elements of logits held at once: 64 MB in float32."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -32,13 +31,8 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from agentrl_trainer import tiny
-
-TINY_MODEL = "agentrl-tiny"
-
-
-class ModelError(ValueError):
-    """A model or adapter cannot be used; the message names the field and the fix."""
+from agentrl_trainer.models.sources import ModelError, resolve_model
+from agentrl_trainer.names import BUILT_IN
 
 
 @dataclass(frozen=True)
@@ -67,30 +61,6 @@ def is_multimodal(config: Any) -> bool:
     """Tell whether a model has other inputs than text, for which it has towers."""
     towers = any(getattr(config, f"{sense}_config", None) for sense in ("vision", "audio"))
     return towers or config.get_text_config() is not config
-
-
-def resolve_model(name: str) -> str:
-    """Find the weights of ``name``: a local folder, or the hub name as it is.
-
-    Raises:
-        ModelError: there is no such folder, or it holds no model.
-    """
-    folder = tiny.MODEL_DIR if name == TINY_MODEL else Path(name).expanduser()
-    if (folder / "config.json").is_file():
-        return str(folder)
-    if name == TINY_MODEL:
-        fault = f"the weights of {name!r} are missing from {folder}. Reinstall agentrl, or rebuild "
-        raise ModelError(f"model: {fault}them with `python scripts/tiny_model/pretrain.py`.")
-    if folder.is_dir():
-        fault = f"{name!r} is a folder without a config.json"
-    elif name.startswith((".", "/", "~")) or name.count("/") > 1:
-        fault = f"there is no folder {name!r} (looked in {Path.cwd()})"
-    else:
-        return name
-    raise ModelError(
-        f"model: {fault}. Give {TINY_MODEL!r}, a folder written by `save_pretrained`, or a Hugging "
-        "Face name such as 'Qwen/Qwen3-0.6B'."
-    )
 
 
 def load_facts(name: str, *, trust_remote_code: bool = False) -> ModelFacts:
@@ -241,9 +211,9 @@ def _load(name: str, load: Callable[..., Any], *args: Any, **options: Any) -> An
         return load(*args, **options)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(
-            f"model: could not load {name!r}: {error}\nGive {TINY_MODEL!r} (ships with agentrl), a "
-            "local folder, or the name of a model on Hugging Face; private models need "
-            "`hf auth login`."
+            f"model: could not load {name!r}: {error}\nGive a built-in name "
+            f"({', '.join(BUILT_IN)}), a local folder, or the name of a model on Hugging Face; "
+            "private models need `hf auth login`."
         ) from error
 
 

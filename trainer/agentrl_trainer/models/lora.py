@@ -21,9 +21,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from agentrl_trainer.checkpoint import atomic_folder
-from agentrl_trainer.models.loading import BaseModel, ModelError, resolve_model
+from agentrl_trainer.models.loading import BaseModel
 from agentrl_trainer.models.lora_targets import no_false_warnings, resolve_targets
 from agentrl_trainer.models.moe import keep_weights_unmerged
+from agentrl_trainer.models.sources import ModelError, resolve_model
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _BILLIONS = re.compile(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)B(?![A-Za-z0-9])", re.IGNORECASE)

@@ -18,8 +18,9 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from agentrl_trainer.models.loading import ModelError, is_multimodal
+from agentrl_trainer.models.loading import is_multimodal
 from agentrl_trainer.models.moe import expert_count, expert_rank
+from agentrl_trainer.models.sources import ModelError
 
 _SENSES = ("vision", "visual", "audio", "image_embed")  # some decoders hold the towers themselves
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})

