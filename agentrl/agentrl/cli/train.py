@@ -12,6 +12,7 @@ from agentrl.config.loading import load, load_tasks, resume_of, steps_of
 from agentrl.console.live import TrainDisplay
 from agentrl.console.output import console, print_block, print_line
 from agentrl.console.report import serve_command, training_report
+from agentrl.cores import available_cores
 from agentrl.interrupts import end_in_order
 from agentrl.runner.agent_spec import validate_agent
 from agentrl.runs.folder import RunFolder, how_to_fetch
@@ -29,6 +30,7 @@ def train_command(*tokens: Tokens) -> None:
     tinker on Tinker or any server that speaks its protocol; docs/client.md says what differs.
     """
     config, resume = load(TrainConfig, tokens), resume_of(tokens)
+    config.model.cores = min(config.model.cores or available_cores(), available_cores())
     folder = None if resume is None else RunFolder.existing(resume, "resume")
     if folder is not None:
         return_to_start(folder, print_line)
