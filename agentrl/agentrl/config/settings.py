@@ -100,7 +100,8 @@ class RunnerSettings(Table):
     """The processes that run the agent."""
 
     runners: Annotated[int, Field(ge=1, le=1024)] = 8
-    """Worker processes that run the agent; ray:16 is 16 on Ray."""
+    """Worker processes that run the agent; ray:16 is 16 on Ray. By default up to 32 for a model
+    other than agentrl-tiny, where the agent is Python code that forks run."""
     runners_on: Literal["here", "ray"] = "here"
     """Run them on this machine, or as actors of a Ray cluster."""
     concurrency: Count = 1

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Self
 import httpx
 from pydantic import Field
 
+from agentrl.capacity import available_cores, sampler_threads
 from agentrl.config.commands import ModelCommand
 from agentrl.config.field_types import Table
 from agentrl.config.secrets import FORWARD_HEADERS, filled
@@ -36,7 +37,6 @@ from agentrl.config.settings import (
     SamplerSettings,
     TinkerSettings,
 )
-from agentrl.cores import available_cores, sampler_threads
 from agentrl.process_privacy import hide_memory
 from agentrl.supervisor import end_with_parent, first_line
 from agentrl.timing import heavy_imports

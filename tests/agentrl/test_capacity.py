@@ -1,12 +1,14 @@
-"""How many cores there are, and who computes with how many threads."""
+"""How many cores there are, and how many threads and runners use them."""
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 
-from agentrl.cores import available_cores, sampler_threads, trainer_threads
+from agentrl.capacity import available_cores, choose_runners, sampler_threads, trainer_threads
+from agentrl.config.settings import AgentSettings, RunnerSettings
 
 SMALL, LARGE = 850_000, 135_000_000
 
@@ -49,3 +51,29 @@ def test_alone_they_take_what_there_is() -> None:
 def test_a_small_model_has_one_thread() -> None:
     assert trainer_threads(16, SMALL, alone=True) == 1
     assert sampler_threads(16, SMALL, alone=True) == 1
+
+
+FORKED, COMMAND = {"entrypoint": "examples/hello/agent.py:agent"}, {"entrypoint": "sh -c true"}
+
+
+@pytest.mark.parametrize(
+    ("model", "agent", "how", "rollouts", "runners"),
+    [
+        ("smollm2-135m", FORKED, {}, 64, 32),
+        ("smollm2-135m", FORKED, {}, 12, 12),
+        ("smollm2-135m", FORKED, {}, 4, 8),
+        ("smollm2-135m", FORKED, {"runners": 8}, 64, 8),
+        ("smollm2-135m", FORKED | {"sandbox": True}, {}, 64, 8),
+        ("smollm2-135m", FORKED | {"python": "/usr/bin/python3"}, {}, 64, 8),
+        ("smollm2-135m", COMMAND, {}, 64, 8),
+        ("smollm2-135m", FORKED, {"runners": "ray:4"}, 64, 4),
+        ("agentrl-tiny", FORKED, {}, 64, 8),
+    ],
+)
+def test_more_runners_by_default_where_they_cost_little(
+    model: str, agent: dict[str, Any], how: dict[str, Any], rollouts: int, runners: int
+) -> None:
+    settings = RunnerSettings(**how)
+    why = choose_runners(model, AgentSettings(**agent), settings, rollouts)
+    assert settings.runners == runners
+    assert (why is not None) == (runners > 8)

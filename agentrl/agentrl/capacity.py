@@ -1,4 +1,4 @@
-"""CPU cores: how many this process may use, and how many threads sampler and trainer compute with.
+"""How much to do at once: CPU cores, threads of sampler and trainer, and runners.
 
 In a synchronous run the sampler rests while the trainer updates, so each may use all cores. Where
 both are busy at once (``max_staleness``), they share: two threads of one computation that wait for
@@ -9,6 +9,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+
+import psutil
+
+from agentrl.config.settings import AgentSettings, RunnerSettings
+from agentrl.runner.agent_spec import parse_agent
+from agentrl_trainer.names import TINY_MODEL
 
 _WORTH_THREADS = 20_000_000
 """Parameters of a model below which a second thread costs more than it computes."""
@@ -47,3 +53,35 @@ def sampler_threads(cores: int, parameters: int, *, alone: bool) -> int:
     if parameters < _WORTH_THREADS:
         return 1
     return max(1, cores - cores // 4 if alone else cores // 2)
+
+
+_MANY_RUNNERS = 32
+_RUNNER_BYTES = 200_000_000
+"""What an agent's process takes: 30 MB beside what it shares with its fork server, 100 to 200 with
+a framework."""
+
+
+def choose_runners(
+    model: str, agent: AgentSettings, how: RunnerSettings, rollouts: int
+) -> str | None:
+    """Raise the default number of runners where more cost little; return why, None if it stays.
+
+    A step of sampling reads all weights, for one answer as for many. So answers are quicker
+    together, as long as their agents' processes are cheap: forks, not commands or interpreters.
+
+    Args:
+        rollouts: of a step, or of an evaluation; there is no use for more runners.
+    """
+    cheap = parse_agent(agent.entrypoint).kind != "command" and not agent.python
+    given = "runners" in how.model_fields_set or how.runners_on == "ray"
+    if given or model == TINY_MODEL or agent.sandbox or not cheap:
+        return None
+    room = psutil.virtual_memory().available // 2 // _RUNNER_BYTES
+    runners = min(_MANY_RUNNERS, rollouts, room)
+    if runners <= how.runners:
+        return None
+    how.runners = runners
+    return (
+        f"{runners} runners: many answers are sampled at once for little more than the price of "
+        "one, and this agent's processes are cheap (rollouts.runners)"
+    )
