@@ -43,9 +43,7 @@ ORDER = {"customer": "Ada Byron", "item": "desk lamps", "quantity": 3, "total": 
 # --- the texts
 
 
-def test_files_are_what_make_tasks_writes(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_files_are_what_make_tasks_writes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     maker = module("make_tasks")
     monkeypatch.setattr(maker, "HERE", tmp_path)
     maker.main()
