@@ -2,46 +2,36 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from example_files import EXAMPLES, load_module, read_tasks
 from running_gateway import WEIGHTS, running
 from scripted_sampler import ScriptedSampler
 
 from agentrl_proxy.rendering.renderer import Renderer
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "catalog"
+EXAMPLE = EXAMPLES / "catalog"
 FILES = ("train", "dev", "held_out")
 SHEET = "red tent: price 45 dollars, stock 12, weight 3 kg, shelf B7"
 
 
-def module(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"catalog_{name}", EXAMPLE / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    return loaded
-
-
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
-    return module("agent")
+    return load_module("catalog", "agent")
 
 
 def tasks(name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (EXAMPLE / f"{name}.jsonl").read_text().splitlines()]
+    return read_tasks("catalog", name)
 
 
 # --- the questions
 
 
 def test_files_are_what_make_tasks_writes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    maker = module("make_tasks")
+    maker = load_module("catalog", "make_tasks")
     monkeypatch.setattr(maker, "HERE", tmp_path)
     maker.main()
     for name in ("catalog.json", *(f"{name}.jsonl" for name in FILES)):
@@ -58,7 +48,7 @@ def test_no_question_and_no_thing_of_training_is_in_another_file(other: str) -> 
 
 
 def test_new_phrasings_occur_in_one_file_only() -> None:
-    for phrasings in module("make_tasks").PHRASINGS.values():
+    for phrasings in load_module("catalog", "make_tasks").PHRASINGS.values():
         every = [phrasing for name in FILES for phrasing in phrasings[name]]
         assert len(every) == len(set(every))
 

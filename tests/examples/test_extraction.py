@@ -2,39 +2,30 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from example_files import EXAMPLES, load_module, read_tasks
 from running_gateway import WEIGHTS, running
 
 from agentrl_proxy.rendering.renderer import Renderer
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "extraction"
+EXAMPLE = EXAMPLES / "extraction"
 FILES = ("train", "dev", "held_out")
-
-
-def module(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"extraction_{name}", EXAMPLE / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    return loaded
 
 
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
     pytest.importorskip("langgraph")
     pytest.importorskip("langchain_openai")
-    return module("agent")
+    return load_module("extraction", "agent")
 
 
 def tasks(name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (EXAMPLE / f"{name}.jsonl").read_text().splitlines()]
+    return read_tasks("extraction", name)
 
 
 ORDER = {"customer": "Ada Byron", "item": "desk lamps", "quantity": 3, "total": 74.5}
@@ -44,7 +35,7 @@ ORDER = {"customer": "Ada Byron", "item": "desk lamps", "quantity": 3, "total": 
 
 
 def test_files_are_what_make_tasks_writes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    maker = module("make_tasks")
+    maker = load_module("extraction", "make_tasks")
     monkeypatch.setattr(maker, "HERE", tmp_path)
     maker.main()
     for name in FILES:
@@ -69,7 +60,7 @@ def test_no_text_and_no_value_of_training_is_in_another_file(other: str) -> None
 
 
 def test_new_phrasings_occur_in_one_file_only() -> None:
-    maker = module("make_tasks")
+    maker = load_module("extraction", "make_tasks")
     for _, _, phrasings in maker.FORMS:
         assert set(phrasings) == set(FILES)
         every = [phrasing for name in FILES for phrasing in phrasings[name]]
