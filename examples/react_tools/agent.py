@@ -31,11 +31,11 @@ EXAMPLE = [
         "Reply with 'Action: calculator[...]' or 'Final Answer: ...'."
     ),
     HumanMessage("Tom has 34 bags of 27 nuts. He eats 61 nuts. How many nuts are left?"),
-    AIMessage("Thought: All nuts.\nAction: calculator[34 * 27]"),
+    AIMessage("Thought: multiply.\nAction: calculator[34 * 27]"),
     HumanMessage("Observation: 918"),
-    AIMessage("Thought: Less those he eats.\nAction: calculator[918 - 61]"),
+    AIMessage("Thought: subtract.\nAction: calculator[918 - 61]"),
     HumanMessage("Observation: 857"),
-    AIMessage("Thought: Done.\nFinal Answer: 857"),
+    AIMessage("Thought: done.\nFinal Answer: 857"),
 ]
 MAX_TURNS = 5
 ACTION = re.compile(r"^Action: *calculator\[(.*)\]", re.MULTILINE)

@@ -14,6 +14,7 @@ from cyclopts import run
 
 from agentrl import AdamParams, Datum, ModelInput, ServiceClient
 
+THOUGHTS = {"+": "add", "-": "subtract", "*": "multiply", "/": "divide"}
 ROLES = {"system": "system", "human": "user", "ai": "assistant"}
 
 
@@ -22,9 +23,12 @@ def conversation(task: dict) -> list[dict[str, str]]:
     messages = [{"role": ROLES[one.type], "content": one.text} for one in EXAMPLE]
     messages.append({"role": "user", "content": task["question"]})
     for step in task["steps"]:
-        messages.append({"role": "assistant", "content": f"Action: calculator[{step}]"})
+        thought = THOUGHTS[step.split()[1]]
+        action = f"Thought: {thought}.\nAction: calculator[{step}]"
+        messages.append({"role": "assistant", "content": action})
         messages.append({"role": "user", "content": f"Observation: {calculate(step)}"})
-    return [*messages, {"role": "assistant", "content": f"Final Answer: {task['answer']}"}]
+    answer = f"Thought: done.\nFinal Answer: {task['answer']}"
+    return [*messages, {"role": "assistant", "content": answer}]
 
 
 def datum(tokenizer, messages: list[dict[str, str]]) -> Datum:
@@ -45,7 +49,7 @@ def datum(tokenizer, messages: list[dict[str, str]]) -> Datum:
 
 
 def main(
-    problems: int = 48,
+    problems: int = 160,
     batch: int = 8,
     learning_rate: float = 3e-4,
     folder: Path = Path("runs/react-tools-warm"),

@@ -114,19 +114,28 @@ SMALL_SIMPLE = Rules(
     names_category=True,
     player=CONVERSATION,
     max_tokens=16,
-    system="I think of a word. It is an animal, clothing, food or a vehicle. Ask me yes-or-no "
-    "questions, such as 'Can it move?'. You win if you ask 'Is it an animal?' and it is one, or "
-    "'Is it clothing?', 'Is it food?', 'Is it a vehicle?'. You have three questions.",
+    system="I think of a word. Is it an animal, clothing, food or a vehicle? Find out with three "
+    "short yes-or-no questions.",
 )
 SMALL_FULL = Rules(
     max_turns=20,
     names_category=False,
     player=CONVERSATION,
     max_tokens=16,
-    system="We play 20 Questions. I think of a well-known thing: an animal, clothing, food, "
-    "furniture, an instrument, a place, a tool or a vehicle. Ask short yes-or-no questions, one "
-    "at a time. You win if you name the thing, for example 'Is it a bus?'.",
+    system="We play 20 Questions. I think of an animal, clothing, food, furniture, an instrument, "
+    "a place, a tool or a vehicle. Ask short yes-or-no questions until you can name it.",
 )
+
+
+def conversation(rules: Rules, turns: list[tuple[str, str]]) -> list[LLMMessage]:
+    """Return a game so far, with a message for each question and each answer."""
+    said = ["Ask your first question.", *(answer for _, answer in turns)]
+    messages: list[LLMMessage] = [{"role": "system", "content": rules.system}]
+    for answer, (question, _) in zip(said, turns, strict=False):
+        # CrewAI writes the last answer into its template; these have to read the same.
+        messages.append({"role": "user", "content": f"Answer:\n{answer}"})
+        messages.append({"role": "assistant", "content": question})
+    return [*messages, {"role": "user", "content": said[-1]}]
 
 
 def model(name: str, **settings: Any) -> LLM:
@@ -183,7 +192,8 @@ class TwentyQuestions(Flow[Game]):
 
     @listen(or_(deal, "again"))
     async def ask(self) -> None:
-        asked = self.conversation() if self.rules.system else self.prompt()
+        turns = [(turn.reply, turn.answer) for turn in self.state.turns]
+        asked = conversation(self.rules, turns) if self.rules.system else self.prompt()
         try:
             self.state.reply = (await self.player.kickoff_async(asked)).raw
         except ValueError as error:
@@ -196,16 +206,6 @@ class TwentyQuestions(Flow[Game]):
         history = "\n".join(f"{turn.question} {turn.answer}" for turn in self.state.turns)
         left = self.rules.max_turns - len(self.state.turns)
         return self.rules.prompt.format(history=history or "none", left=left)
-
-    def conversation(self) -> list[LLMMessage]:
-        """Return the game so far with a message for each question and each answer."""
-        said = ["Ask your first question.", *(turn.answer for turn in self.state.turns)]
-        messages: list[LLMMessage] = [{"role": "system", "content": self.rules.system}]
-        for answer, turn in zip(said, self.state.turns, strict=False):
-            # CrewAI writes the last answer into its template; these have to read the same.
-            messages.append({"role": "user", "content": f"Answer:\n{answer}"})
-            messages.append({"role": "assistant", "content": turn.reply})
-        return [*messages, {"role": "user", "content": said[-1]}]
 
     @listen(ask)
     async def answer(self) -> None:

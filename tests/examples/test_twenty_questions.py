@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import subprocess
 import sys
 from collections import Counter
@@ -71,6 +72,8 @@ def test_two_hundred_nouns_in_eight_categories_each_split_twenty_to_five() -> No
         ("owl", "is it owl", "yes", True),
         ("owl", "Is it not alive?", "n/a", False),
         ("owl", "What is it?", "n/a", False),
+        ("owl", "Does it have four legs?", "n/a", False),
+        ("lamp", "Is it bigger than a house?", "n/a", False),
         ("shirt", "Can you wear it?", "yes", False),
         ("piano", "Is it a musical instrument?", "yes", False),
         ("car", "Does it have wheels?", "yes", False),
@@ -95,6 +98,20 @@ def test_the_rules_understand_every_question_that_the_tiny_model_knows(
     # Naming the category wins the simple game.
     assert answerer.verdict("bread", "food", "Is it food?")["correct"]
     assert not answerer.verdict("bread", "food", "Can you eat it?")["correct"]
+
+
+@pytest.mark.parametrize(("simple", "longest"), [(True, 3), (False, 20)])
+def test_the_clumsy_player_is_understood_and_names_no_test_noun(
+    answerer: ModuleType, simple: bool, longest: int
+) -> None:
+    clumsy = import_module("clumsy")
+    rng = random.Random(0)
+    games = [clumsy.game(rng, simple=simple) for _ in range(200)]
+    assert max(map(len, games)) == longest
+    assert min(map(len, games)) < longest  # a game ends when it is won
+    assert {answer for turns in games for _, answer in turns} == {"yes", "no"}
+    words = {word for turns in games for asked, _ in turns for word in asked.strip("?").split()}
+    assert not words & {row["noun"] for row in rows("test")}
 
 
 def test_the_search_model_knows_training_nouns_only(answerer: ModuleType) -> None:
