@@ -4,7 +4,8 @@
 
 Wall time, CPU time (of the command and all it started) and held-out success before and after, from
 the run's own summary. Run folders stay in runs/examples/. Ends with 1 if an example failed. The
-machine should do nothing else: times of a busy one mean little.
+machine should do nothing else: times of a busy one mean little. Those that take an hour run only
+if they are named.
 """
 
 from __future__ import annotations
@@ -27,16 +28,37 @@ PYTHON = sys.executable
 
 @dataclass(frozen=True)
 class Example:
-    """``config``: below examples/; ``before``: what the train command is given to; ``needs``."""
+    """``config``: below examples/; ``before``: what the train command is given to.
+
+    ``warm_start``: a script and its arguments, whose adapter is merged into the base first.
+    """
 
     name: str
     config: str
     before: tuple[str, ...] = ()
     npm: bool = False
+    warm_start: tuple[str, ...] = ()
 
     def command(self) -> list[str]:
         train = [PYTHON, "-m", "agentrl", "train", "--config", f"examples/{self.config}"]
+        if self.warm_start:
+            train += ["--model", str(self.base)]
         return [*self.before, *train, "--runs", str(RUNS), "--name", self.name]
+
+    @property
+    def base(self) -> Path:
+        return RUNS / f"{self.name}-base"
+
+    def prepare(self) -> bool:
+        """Make the base of a warm start; returns whether that went well."""
+        warm = RUNS / f"{self.name}-warm"
+        for folder in (warm, self.base):
+            shutil.rmtree(folder, ignore_errors=True)
+        script, *arguments = self.warm_start
+        tune = [PYTHON, f"examples/{script}", *arguments, "--folder", str(warm)]
+        merge = ["--merged", "--model", "smollm2-135m"]
+        export = [PYTHON, "-m", "agentrl", "export", f"{warm}/adapter", str(self.base), *merge]
+        return all(subprocess.run(one, cwd=ROOT).returncode == 0 for one in (tune, export))
 
 
 ANSWERER = (PYTHON, "examples/twenty_questions/answerer.py", "--")
@@ -47,6 +69,13 @@ EXAMPLES = [
     Example("openai_agents", "openai_agents/train.toml"),
     Example("node_agent", "node_agent/train.toml", npm=True),
     Example("twenty_questions", "twenty_questions/simple.toml", before=ANSWERER),
+    Example("react_tools", "react_tools/train.toml", warm_start=("react_tools/warm_start.py",)),
+    Example(
+        "twenty_questions_real",
+        "twenty_questions/real_simple.toml",
+        before=ANSWERER,
+        warm_start=("twenty_questions/warm_start.py", "--simple"),
+    ),
 ]
 
 
@@ -59,6 +88,8 @@ def run(example: Example) -> dict[str, str]:
         folder = ROOT / "examples" / "node_agent"
         if subprocess.run(["npm", "ci", "--no-audit", "--no-fund"], cwd=folder).returncode:
             return {"example": example.name, "problem": "npm ci failed"}
+    if example.warm_start and not example.prepare():
+        return {"example": example.name, "problem": "the warm start failed"}
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     # No OMP_NUM_THREADS and the like: as a newcomer would run it.
     done = subprocess.run(example.command(), cwd=ROOT, check=False)
@@ -102,7 +133,7 @@ def main() -> None:
     print(f"{os.cpu_count()} cores, load average before: {os.getloadavg()[0]:.1f}", flush=True)
     rows: list[dict[str, str]] = []
     for example in EXAMPLES:
-        if not names or example.name in names:
+        if example.name in names or not (names or example.warm_start):
             print(f"\n=== {example.name}: {' '.join(example.command())}", flush=True)
             rows.append(run(example))
     print(f"\n{table(rows)}")
