@@ -2,10 +2,11 @@
 
     python scripts/run_examples.py [NAME ...]     # or: make examples
 
+Those that train a real model take an hour each; they run only when they are named.
+
 Wall time, CPU time (of the command and all it started) and held-out success before and after, from
 the run's own summary. Run folders stay in runs/examples/. Ends with 1 if an example failed. The
-machine should do nothing else: times of a busy one mean little. Those that take an hour run only
-if they are named.
+machine should do nothing else: times of a busy one mean little.
 """
 
 from __future__ import annotations
@@ -30,13 +31,15 @@ PYTHON = sys.executable
 class Example:
     """``config``: below examples/; ``before``: what the train command is given to.
 
-    ``warm_start``: a script and its arguments, whose adapter is merged into the base first.
+    ``long``: takes an hour, so it runs only when it is named; ``warm_start``: a script and its
+    arguments, whose adapter is merged into the base first.
     """
 
     name: str
     config: str
     before: tuple[str, ...] = ()
     npm: bool = False
+    long: bool = False
     warm_start: tuple[str, ...] = ()
 
     def command(self) -> list[str]:
@@ -69,11 +72,19 @@ EXAMPLES = [
     Example("openai_agents", "openai_agents/train.toml"),
     Example("node_agent", "node_agent/train.toml", npm=True),
     Example("twenty_questions", "twenty_questions/simple.toml", before=ANSWERER),
-    Example("react_tools", "react_tools/train.toml", warm_start=("react_tools/warm_start.py",)),
+    Example("extraction", "extraction/train.toml", long=True),
+    Example("catalog", "catalog/train.toml", long=True),
+    Example(
+        "react_tools",
+        "react_tools/train.toml",
+        long=True,
+        warm_start=("react_tools/warm_start.py",),
+    ),
     Example(
         "twenty_questions_real",
         "twenty_questions/real_simple.toml",
         before=ANSWERER,
+        long=True,
         warm_start=("twenty_questions/warm_start.py", "--simple"),
     ),
 ]
@@ -133,7 +144,7 @@ def main() -> None:
     print(f"{os.cpu_count()} cores, load average before: {os.getloadavg()[0]:.1f}", flush=True)
     rows: list[dict[str, str]] = []
     for example in EXAMPLES:
-        if example.name in names or not (names or example.warm_start):
+        if example.name in names or not (names or example.long):
             print(f"\n=== {example.name}: {' '.join(example.command())}", flush=True)
             rows.append(run(example))
     print(f"\n{table(rows)}")
