@@ -49,7 +49,7 @@ def datum(tokenizer, messages: list[dict[str, str]]) -> Datum:
 
 
 def main(
-    problems: int = 160,
+    problems: int = 144,
     batch: int = 8,
     learning_rate: float = 3e-4,
     folder: Path = Path("runs/react-tools-warm"),
