@@ -31,6 +31,8 @@ def export_command(
             source, out, merged=merged, model=model, adapter=adapter,
             trust_remote_code=trust_remote_code,
         )  # fmt: skip
+    if exported.which:
+        print_line(exported.which)
     kind = "model" if exported.merged else "adapter"
     print_line(f"{kind} written to {exported.folder}; serve it with one of:")
     for server, commands in exported.servers.items():

@@ -89,6 +89,8 @@ class TrainEvaluationSettings(EvaluationSettings):
     """Steps between evaluations; before the first and after the last too."""
     stop_at: Share | None = None
     """Stop once the held-out accuracy reaches this value."""
+    patience: Count | None = None
+    """Stop once so many evaluations in a row were no better than the best before them."""
 
 
 class EvalEvaluationSettings(EvaluationSettings):

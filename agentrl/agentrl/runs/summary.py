@@ -17,6 +17,21 @@ class Reply(NamedTuple):
     after: str
 
 
+class Ending(NamedTuple):
+    """Why a run ended before its last step.
+
+    Attributes:
+        guard: the setting, such as ``evaluation.stop_at``.
+        evaluates: the last step is still to be evaluated.
+        roll_back: the step to go back to, and the flags to go on with.
+    """
+
+    guard: str
+    sentence: str
+    evaluates: bool = False
+    roll_back: tuple[int, list[str]] | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Summary:
     """How a run ended."""
@@ -29,6 +44,13 @@ class Summary:
     held_out: list[tuple[int, float]]
     replies: list[Reply]
     seconds: dict[str, float]
+    ended: Ending | None = None
+    """None: after its last step."""
+
+    @property
+    def best(self) -> tuple[int, float] | None:
+        """The step with the best held-out accuracy, of equal ones the earliest, and that."""
+        return min(self.held_out, key=lambda one: (-one[1], one[0]), default=None)
 
     @property
     def learned_nothing(self) -> bool:
