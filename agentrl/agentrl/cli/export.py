@@ -12,7 +12,7 @@ from agentrl.interrupts import end_in_order
 
 
 def export_command(
-    source: Annotated[str, Parameter(help="A run folder, RUN@STEP, or a PEFT folder.")],
+    source: Annotated[str, Parameter(help="A run folder, RUN@STEP, RUN@best, or a PEFT folder.")],
     out: Annotated[Path, Parameter(help="Folder to write; it must not exist.")],
     *,
     merged: Annotated[bool, Parameter(help="Merge the adapter into the base model.")] = False,

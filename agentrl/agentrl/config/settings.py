@@ -212,7 +212,7 @@ class ModelSettings(Table):
 
 class ServeModelSettings(ModelSettings):
     adapter_path: Path | None = None
-    """A run folder, RUN@STEP, or a PEFT folder; by default the base model."""
+    """A run folder, RUN@STEP, RUN@best, or a PEFT folder; by default the base model."""
 
 
 class EvalModelSettings(ServeModelSettings):

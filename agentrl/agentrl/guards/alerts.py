@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from agentrl.runs.metric_names import HELD_OUT, REWARD
+from agentrl.runs.metric_names import REWARD
 
 Row = Mapping[str, Any]
 
@@ -71,16 +71,19 @@ class _Trend:
         return self.rows[-_WINDOW:]
 
     def _mean(self, name: str, rows: Sequence[Row]) -> float | None:
+        found = self._numbers(name, rows)
+        return fmean(found) if found else None
+
+    def _numbers(self, name: str, rows: Sequence[Row]) -> list[float]:
         found = [row.get(self.prefix + name) for row in rows]
-        numbers = [value for value in found if value is not None and math.isfinite(value)]
-        return fmean(numbers) if numbers else None
+        return [value for value in found if value is not None and math.isfinite(value)]
 
     def reward_suffers(self) -> str | None:
         """Say how, if the reward is far below its best, or no better than at the start."""
         ends = range(_WINDOW, len(self.rows) + 1)
         means = [self._mean(REWARD, self.rows[end - _WINDOW : end]) for end in ends]
         known = [mean for mean in means if mean is not None]
-        spread = max((row.get(f"{self.prefix}reward/std") or 0.0 for row in self.rows), default=0.0)
+        spread = max(self._numbers("reward/std", self.rows), default=0.0)
         if means[-1] is None or not spread:
             return "no reward varies"
         if means[-1] < max(known) - spread / 2:
@@ -110,19 +113,21 @@ def step_alerts(rows: Sequence[Row], adapters: Sequence[str]) -> list[Alert]:
     return found
 
 
-def evaluation_alerts(rows: Sequence[Row], rollouts: int) -> list[Alert]:
+def evaluation_alerts(
+    held_out: Mapping[int, float], best: int, steps: Sequence[Row], rollouts: int
+) -> list[Alert]:
     """Return the alerts that hold after the newest evaluation, of so many rollouts.
 
     Args:
-        rows: of all steps and evaluations.
+        held_out: accuracies by step.
+        best: the best step.
+        steps: the rows of all steps.
     """
-    measured = {row["step"]: row[HELD_OUT] for row in rows if HELD_OUT in row}
-    newest, best = max(measured), max(measured, key=lambda step: (measured[step], -step))
-    high, low = measured[best], measured[newest]
+    newest = max(held_out)
+    high, low = held_out[best], held_out[newest]
     error = math.sqrt((high * (1 - high) + low * (1 - low)) / rollouts)
     if high - low <= _FALL * max(error, 1 / rollouts):
         return []
-    steps = [row for row in rows if REWARD in row]
     until = [row for row in steps if row["step"] <= best] or steps[:_WINDOW]
     then, now = _Trend(until).now(REWARD), _Trend(steps).now(REWARD)
     if then is None or now is None or now <= then:
@@ -142,10 +147,11 @@ def evaluation_alerts(rows: Sequence[Row], rollouts: int) -> list[Alert]:
 
 
 def _entropy_collapse(trend: _Trend) -> str | None:
-    entropy, suffers = trend.of("answers/entropy"), trend.reward_suffers()
-    if entropy is None or suffers is None or entropy[1] > _ENTROPY_LEFT * entropy[0]:
+    entropy = trend.of("answers/entropy")
+    if entropy is None or entropy[1] > _ENTROPY_LEFT * entropy[0]:
         return None
-    return (
+    suffers = trend.reward_suffers()
+    return suffers and (
         f"the answers' entropy fell from {entropy[0]:.2g} to {entropy[1]:.2g} nats a token, and "
         f"{suffers}: answers hardly vary, so there is nothing to choose between; lower "
         "learning.learning_rate or set algorithm.kl.coef"

@@ -9,7 +9,7 @@ from agentrl.config.commands import TrainConfig
 from agentrl.guards.alerts import Alert, evaluation_alerts, step_alerts
 from agentrl.guards.answers import answer_metrics
 from agentrl.guards.budget import Budget
-from agentrl.runs.best_adapter import best_step, held_out_of, keep_best
+from agentrl.runs.best_adapter import best_step, keep_best
 from agentrl.runs.folder import RunFolder
 from agentrl.runs.metric_names import HELD_OUT, REWARD
 from agentrl.runs.recorded import shown
@@ -49,14 +49,26 @@ class Guards:
             config.guards, folder, store, run_id,
             started=started, ahead=config.rollouts.max_staleness, note=note,
         )  # fmt: skip
-        self._rows: list[Mapping[str, Any]] = []
+        self.held_out: dict[int, float] = {}
+        """The accuracies so far, by step."""
+        self._steps: list[Mapping[str, Any]] = []  # their rows
+        self._evaluation: Mapping[str, Any] = {}  # the newest row
         self._collapse: Alert | None = None
+
+    @property
+    def best(self) -> int | None:
+        """The step with the best held-out accuracy."""
+        return best_step(self.held_out)
 
     def begin(self, step: int) -> None:
         """Go on after ``step``, with the rows of metrics that the folder has."""
-        self._rows = [*self._folder.read_metrics()]
-        self.budget.begin(step, evaluated=step in held_out_of(self._folder))
-        keep_best(self._folder, self._config.trained)
+        rows = self._folder.read_metrics()
+        self._steps = [row for row in rows if REWARD in row]
+        evaluations = [row for row in rows if HELD_OUT in row]
+        self.held_out = {row["step"]: row[HELD_OUT] for row in evaluations}
+        self._evaluation = evaluations[-1] if evaluations else {}
+        self.budget.begin(step, evaluated=step in self.held_out)
+        keep_best(self._folder, self._config.trained, self.best)
 
     def after_step(
         self,
@@ -72,22 +84,23 @@ class Guards:
             prefix = f"{name}/" if len(adapters) > 1 else ""
             metrics = answer_metrics(own, rollouts, rewards)
             row |= {prefix + metric: value for metric, value in metrics.items()}
-        steps = [one for one in self._rows if REWARD in one]
-        alerts = step_alerts([*steps, row], adapters)
+        before = self._steps[-1] if self._steps else {}
+        self._steps.append(row)
+        alerts = step_alerts(self._steps, adapters)
         self._collapse = next((alert for alert in alerts if alert.collapse), None)
-        self._tell(alerts, steps[-1] if steps else {})
+        self._tell(alerts, before)
         row |= {alert.metric: 1.0 for alert in alerts}
-        self._rows.append(row)
         self.budget.settle(Purpose.TRAIN, row["step"], calls)
 
     def after_evaluation(self, row: dict[str, Any], calls: Sequence[Call]) -> None:
         """Add the alerts to an evaluation's row."""
-        alerts = evaluation_alerts([*self._rows, row], self._eval_rollouts)
+        self.held_out[row["step"]] = row[HELD_OUT]
+        best = best_step(self.held_out) or 0
+        alerts = evaluation_alerts(self.held_out, best, self._steps, self._eval_rollouts)
         self._collapse = self._collapse or next(iter(alerts), None)
-        before = next((one for one in reversed(self._rows) if HELD_OUT in one), {})
-        self._tell(alerts, before)
+        self._tell(alerts, self._evaluation)
         row |= {alert.metric: 1.0 for alert in alerts}
-        self._rows.append(row)
+        self._evaluation = row
         self.budget.settle(Purpose.EVAL, row["step"], calls)
 
     def _tell(self, alerts: Sequence[Alert], before: Mapping[str, Any]) -> None:
@@ -98,8 +111,8 @@ class Guards:
 
     def why_end(self) -> Ending | None:
         """Tell why the run ends before its next step; None: it goes on."""
-        how, held_out = self._config.evaluation, held_out_of(self._folder)
-        newest, best = max(held_out, default=None), best_step(held_out)
+        how, held_out = self._config.evaluation, self.held_out
+        newest, best = max(held_out, default=None), self.best
         if newest is not None and how.stop_at is not None and held_out[newest] >= how.stop_at:
             return Ending(
                 "evaluation.stop_at",
@@ -133,7 +146,8 @@ class Guards:
             ]  # fmt: skip
             said = f"{alert.metric}; going back to step {best}, with the learning rate {rate:g}"
             return Ending("guards.on_collapse", said, roll_back=(best, more))
-        again = f"agentrl train --resume {shown(self._folder.root)}@best --learning-rate {rate:g}"
         return Ending(
-            "guards.on_collapse", f"{alert.metric}; go on from step {best} with:  {again}"
+            "guards.on_collapse",
+            f"{alert.metric}; go on from step {best} with:  agentrl train --resume "
+            f"{shown(self._folder.root)}@best --learning-rate {rate:g}",
         )

@@ -21,14 +21,14 @@ def best_step(held_out: Mapping[int, float]) -> int | None:
     return min(held_out, key=lambda step: (-held_out[step], step), default=None)
 
 
-def keep_best(folder: RunFolder, names: Iterable[str]) -> None:
-    """Make ``adapter-best`` a copy of the best step's adapters. It is whole or does not exist."""
+def keep_best(folder: RunFolder, names: Iterable[str], step: int | None) -> None:
+    """Make ``adapter-best`` a copy of a step's adapters. It is whole or does not exist."""
     from agentrl_trainer.checkpoint import atomic_folder
 
-    step, names = best_step(held_out_of(folder)), list(names)
     if step is None:
         shutil.rmtree(folder.best_adapter, ignore_errors=True)
         return
+    names = list(names)
     sources = {name: folder.adapter_version(name, step) for name in names}
     if not all(source.is_dir() for source in sources.values()):
         return  # the user has deleted that version: the copy is the last one
@@ -55,7 +55,7 @@ def which_adapter(source: str | Path | None, found: Mapping[str, Path]) -> str |
     at = best if step == "best" else max(versions, default=None)
     if at is None:
         return None
-    what = "best" if step == "best" else "adapter" if step else "newest adapter"
+    what = {"": "newest adapter,", "best": "best adapter,"}.get(step, "adapter")
     said = f"{shown(run.root)}: the {what} of step {at}"
     if at in held_out:
         said += f", held-out accuracy {held_out[at]:.1%}"

@@ -82,7 +82,8 @@ def evaluate_if_due(run: TrainingRun, step: int, *, last: bool = False) -> None:
     row = {"step": step, HELD_OUT: accuracy, "eval/reward": mean, **seconds_row(timer)}
     run.guards.after_evaluation(row, calls)
     run.metrics_log.log(step, row)
-    keep_best(run.folder, run.config.trained)
+    if run.guards.best == step:
+        keep_best(run.folder, run.config.trained, step)
     display.evaluated(step, accuracy)
     note_failed_rollouts(rollouts, "evaluations", display.note)
     asked = {call.attempt_id for call in calls if call.adapter in run.config.trained}

@@ -26,7 +26,6 @@ from agentrl.console.live import TrainDisplay
 from agentrl.guards.budget import BudgetSpentError
 from agentrl.guards.run_guards import Guards
 from agentrl.process_privacy import private_files
-from agentrl.runs.best_adapter import best_step
 from agentrl.runs.folder import strict
 from agentrl.runs.metric_names import REWARD
 from agentrl.runs.summary import Ending, Summary
@@ -273,7 +272,7 @@ class TrainingRun:
         meta = {"run_id": self.run_id, "rollouts": self.queue.state(), "row": strict(row)}
         saved = self._backend.service.save_checkpoint(
             self.folder.checkpoints, step, meta=meta, keep=self.config.run.keep_checkpoints,
-            keep_step=best_step(self.metrics_log.held_out()),
+            keep_step=self.guards.best,
         )  # fmt: skip
         self.result(saved)
 
