@@ -71,7 +71,6 @@ def test_a_run_that_collapses_goes_back_to_its_best_step_and_then_stops(tmp_path
         },
     )  # fmt: skip
     run.finish()
-    print(run.output)
     assert summary(run)["ended_by"] == "guards.on_collapse"
     assert run.output.count("going back to step") == 1
     assert "from now on: learning.learning_rate 0.02 → 0.01, guards.roll_backs 1 → 0" in run.output
