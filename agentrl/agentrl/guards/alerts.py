@@ -1,7 +1,8 @@
 """Recognize runs that collapse or game their reward: each alert has a name, a rule and a fix.
 
-Rules compare the mean of a metric over the last three steps (*now*) with its mean over the first
-three (*start*), and need six steps. docs/metrics.md lists the rules and their thresholds.
+Rules compare the median of a metric over the last three steps (*now*) with the first step
+(*start*), whose answers the policy gave before its first update. They need four steps.
+docs/metrics.md lists the rules and their thresholds.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from agentrl.runs.metric_names import REWARD
@@ -20,6 +21,7 @@ _WINDOW = 3
 _PREFIX = "alert/"
 
 _ENTROPY_LEFT = 0.1
+_ENTROPY_TIMES, _ENTROPY_MORE = 3.0, 0.5
 _KL_OF_STEP = 0.3  # nats a token
 _KL_REFERENCE = 5.0
 _LONGER, _SHORTER = 2.0, 3.0
@@ -54,21 +56,18 @@ class _Trend:
     prefix: str = ""
 
     def of(self, name: str) -> tuple[float, float] | None:
-        """Return a metric's means at the start and now; None where it was not measured."""
-        start, now = (self._mean(name, rows) for rows in (self.rows[:_WINDOW], self._last))
-        return None if start is None or now is None else (start, now)
+        """Return a metric at the start and now; None where it was not measured."""
+        start, now = self._numbers(name, self.rows[:1]), self.now(name)
+        return (start[0], now) if start and now is not None else None
 
     def now(self, name: str) -> float | None:
-        return self._mean(name, self._last)
+        found = self._numbers(name, self.rows[-_WINDOW:])
+        return median(found) if found else None
 
     @property
     def stale(self) -> bool:
         """Whether tokens that other versions sampled have trained."""
         return bool(_Trend(self.rows).now("staleness/max"))
-
-    @property
-    def _last(self) -> Sequence[Row]:
-        return self.rows[-_WINDOW:]
 
     def _mean(self, name: str, rows: Sequence[Row]) -> float | None:
         found = self._numbers(name, rows)
@@ -100,7 +99,7 @@ def step_alerts(rows: Sequence[Row], adapters: Sequence[str]) -> list[Alert]:
         rows: of all steps.
         adapters: their names, where several train.
     """
-    if len(rows) < 2 * _WINDOW:
+    if len(rows) <= _WINDOW:
         return []
     found: list[Alert] = []
     for prefix in [f"{name}/" for name in adapters] if len(adapters) > 1 else [""]:
@@ -128,7 +127,7 @@ def evaluation_alerts(
     error = math.sqrt((high * (1 - high) + low * (1 - low)) / rollouts)
     if high - low <= _FALL * max(error, 1 / rollouts):
         return []
-    until = [row for row in steps if row["step"] <= best] or steps[:_WINDOW]
+    until = [row for row in steps if row["step"] <= best] or steps[:1]
     then, now = _Trend(until).now(REWARD), _Trend(steps).now(REWARD)
     if then is None or now is None or now <= then:
         return []
@@ -155,6 +154,20 @@ def _entropy_collapse(trend: _Trend) -> str | None:
         f"the answers' entropy fell from {entropy[0]:.2g} to {entropy[1]:.2g} nats a token, and "
         f"{suffers}: answers hardly vary, so there is nothing to choose between; lower "
         "learning.learning_rate or set algorithm.kl.coef"
+    )
+
+
+def _entropy_explosion(trend: _Trend) -> str | None:
+    entropy = trend.of("answers/entropy")
+    if entropy is None:
+        return None
+    start, now = entropy
+    if now < max(_ENTROPY_TIMES * start, start + _ENTROPY_MORE):
+        return None
+    suffers = trend.reward_suffers()
+    return suffers and (
+        f"the answers' entropy rose from {start:.2g} to {now:.2g} nats a token, and {suffers}: "
+        "answers become noise; lower learning.learning_rate"
     )
 
 
@@ -231,6 +244,7 @@ def _sampler_trainer_difference(trend: _Trend) -> str | None:
 
 _RULES: dict[str, Callable[[_Trend], str | None]] = {
     "entropy_collapse": _entropy_collapse,
+    "entropy_explosion": _entropy_explosion,
     "kl_explosion": _kl_explosion,
     "length_growth": _length_growth,
     "length_collapse": _length_collapse,
