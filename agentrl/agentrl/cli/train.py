@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
+from collections.abc import Sequence
 from functools import partial
 from typing import NoReturn
 
@@ -65,8 +67,9 @@ def train_command(*tokens: Tokens) -> None:
 
         summary = train(TrainingRun(config, tasks, eval_tasks, session, display))
     print_block(training_report(summary))
-    if summary.ended is not None and summary.ended.roll_back is not None:
-        _roll_back(folder, *summary.ended.roll_back)
+    again = summary.ended.again if summary.ended else ()
+    if summary.ended and summary.ended.rolls_back:
+        _go_on(again)
     if summary.learned_nothing:  # for scripts that wait for a better adapter
         sys.exit(1)
     adapters = {"it": folder.adapter}
@@ -77,11 +80,12 @@ def train_command(*tokens: Tokens) -> None:
         for command in fetched or [serve_command(adapter, config.model)]:
             what = f"{which} is on Tinker; fetch it" if fetched else f"serve {which}"
             print_line(f"{what}:  ", (command, "bold cyan"))
+    if again:
+        print_line("go on from the best step:  ", (shlex.join(["agentrl", *again]), "bold cyan"))
 
 
-def _roll_back(folder: RunFolder, step: int, more: list[str]) -> NoReturn:
-    """Go on from an earlier step in place of this process, as the user could with these flags."""
-    command = ["-m", "agentrl", "train", "--resume", f"{folder.root}@{step}", *more]
+def _go_on(arguments: Sequence[str]) -> NoReturn:
+    """Execute another command in place of this process, as the user could in the shell."""
     sys.stdout.flush()
     os.chdir(SHELL_IN)  # a resumed run has gone elsewhere
-    os.execv(sys.executable, [sys.executable, *command])
+    os.execv(sys.executable, [sys.executable, "-m", "agentrl", *arguments])

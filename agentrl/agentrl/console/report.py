@@ -69,15 +69,14 @@ def training_report(summary: Summary) -> Group:
     accounting = summary.accounting
     rewards = [reward for reward in summary.rewards if reward is not None]
     change = f"{rewards[0]:+.2f} → [b]{rewards[-1]:+.2f}[/]" if rewards else "there was none"
-    rows = [("mean reward", f"{change} in {summary.steps} steps")]
+    rows: list[tuple[str, str | Text]] = [("mean reward", f"{change} in {summary.steps} steps")]
     if summary.held_out:
         first, last = summary.held_out[0][1], summary.held_out[-1][1]
         rows.append(("held-out accuracy", f"{first:.0%} → [b]{last:.0%}[/]"))
     if (best := summary.best) is not None and best[0] != summary.held_out[-1][0]:
         rows.append(("best held-out", f"{best[1]:.0%} at step {best[0]}"))
     if summary.ended is not None:
-        guard, sentence = summary.ended.guard, summary.ended.sentence
-        rows.append(("ended by", f"{guard}: {sentence}"))
+        rows.append(("ended by", Text(f"{summary.ended.guard}: {summary.ended.sentence}")))
     split = ", ".join(f"{name} {seconds:.1f}" for name, seconds in summary.seconds.items())
     rows.append(("time", f"{sum(summary.seconds.values()):.0f} s: {split}"))
     places = [

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import StatisticsError, correlation, fmean
 
-from agentrl_tracer.schemas import Call, Rollout
+from agentrl_tracer.schemas import Call, CallState, Rollout
 
 _MIN_TASKS = 4
 """Of fewer tasks, equal answers tell nothing."""
@@ -25,7 +25,11 @@ def answer_metrics(
         calls: those that the adapter answered.
         rewards: by rollout.
     """
-    answers = [call for call in calls if call.response_ids and call.rollout_id]
+    answers = [
+        call
+        for call in calls
+        if call.state is CallState.COMPLETED and call.response_ids and call.rollout_id
+    ]
     if not answers:
         return {}
     lengths = [len(call.response_ids) for call in answers]

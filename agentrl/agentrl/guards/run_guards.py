@@ -139,15 +139,11 @@ class Guards:
                 f"{alert.metric}; no step is better than the model before training: start again "
                 f"with a lower learning rate, such as --learning-rate {rate:g}",
             )
+        again = ["train", "--resume", f"{shown(self._folder.root)}@{best}"]
+        again += ["--learning-rate", repr(rate)]
         if guards.on_collapse == "roll_back" and guards.roll_backs:
-            more = [
-                "--learning.learning-rate", f"{rate!r}",
-                "--guards.roll-backs", str(guards.roll_backs - 1),
-            ]  # fmt: skip
+            again += ["--guards.roll-backs", str(guards.roll_backs - 1)]
             said = f"{alert.metric}; going back to step {best}, with the learning rate {rate:g}"
-            return Ending("guards.on_collapse", said, roll_back=(best, more))
-        return Ending(
-            "guards.on_collapse",
-            f"{alert.metric}; go on from step {best} with:  agentrl train --resume "
-            f"{shown(self._folder.root)}@best --learning-rate {rate:g}",
-        )
+            return Ending("guards.on_collapse", said, again=again, rolls_back=True)
+        said = f"{alert.metric}; step {best} is the best"
+        return Ending("guards.on_collapse", said, again=again)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,13 +24,15 @@ class Ending(NamedTuple):
     Attributes:
         guard: the setting, such as ``evaluation.stop_at``.
         evaluates: the last step is still to be evaluated.
-        roll_back: the step to go back to, and the flags to go on with.
+        again: the arguments of ``agentrl`` that go on from the best step.
+        rolls_back: this process does so.
     """
 
     guard: str
     sentence: str
     evaluates: bool = False
-    roll_back: tuple[int, list[str]] | None = None
+    again: Sequence[str] = ()
+    rolls_back: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ def train(run: TrainingRun) -> Summary:
                 train_step(run, step + 1)
                 step += 1
                 evaluate_if_due(run, step)
-            if ended is not None and ended.evaluates:
+            if ended and ended.evaluates and step not in run.guards.held_out:
                 evaluate_if_due(run, step, last=True)
         except BudgetSpentError as spent:
             ended = Ending(*spent.args)
@@ -323,7 +323,7 @@ class TrainingRun:
 
     def give_up_after(self, step: int) -> None:
         """Cancel the rollouts after ``step``; a resumed run makes them again."""
-        evaluated = step in self.metrics_log.held_out()
+        evaluated = step in self.guards.held_out
         self.store.cancel(self.run_id, "a budget is spent", after_step=step, evaluated=evaluated)
         self.store.supersede(self.run_id, after_step=step)
 
@@ -334,8 +334,8 @@ class TrainingRun:
         if step:
             verify_in_background(self.store, self.run_id, self.display.note)
         self.display.begin(self.steps, step)
-        self.guards.begin(step)
         health = self.session.wait_ready(self.display.note)
+        self.guards.begin(step)
         if why := health["sampler"].get("why_not_lean"):
             self.display.note(f"sampled by the model's own modules, not by the lean decoder: {why}")
 

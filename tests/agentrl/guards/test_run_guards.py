@@ -106,24 +106,21 @@ def ending(tmp_path: Path, held_out: dict[int, float], **settings: Any) -> Endin
 
 def test_a_collapse_stops_the_run_and_says_how_to_go_on(tmp_path: Path) -> None:
     ended = ending(tmp_path, {0: 0.1, 3: 0.5}, on_collapse="stop")
-    assert ended.sentence == (
-        "alert/truncation; go on from step 3 with:  agentrl train --resume "
-        f"{tmp_path / 'run'}@best --learning-rate 0.005"
-    )
-    assert ended.roll_back is None
-    assert not ended.evaluates
+    assert ended.sentence == "alert/truncation; step 3 is the best"
+    again = ["train", "--resume", f"{tmp_path / 'run'}@3", "--learning-rate", "0.005"]
+    assert (ended.again, ended.rolls_back, ended.evaluates) == (again, False, False)
     never = ending(tmp_path, {0: 0.5, 3: 0.5}, on_collapse="stop")
     assert "no step is better than the model before training" in never.sentence
+    assert not never.again
 
 
 def test_a_collapse_rolls_the_run_back_so_often(tmp_path: Path) -> None:
     ended = ending(tmp_path, {0: 0.1, 3: 0.5}, on_collapse="roll_back", roll_backs=1)
-    assert ended.roll_back == (
-        3, ["--learning.learning-rate", "0.005", "--guards.roll-backs", "0"]
-    )  # fmt: skip
+    assert ended.rolls_back
+    assert ended.again[-2:] == ["--guards.roll-backs", "0"]
     left = ending(tmp_path, {0: 0.1, 3: 0.5}, on_collapse="roll_back", roll_backs=0)
-    assert left.roll_back is None
-    assert "--resume" in left.sentence
+    assert not left.rolls_back
+    assert left.again
 
 
 @pytest.mark.parametrize(
