@@ -60,7 +60,7 @@ def test_a_run_leaves_everything_it_promised(trained: Run) -> None:
     assert trained.folder.picture.read_bytes().startswith(b"\x89PNG")
     summary = json.loads(trained.folder.summary.read_text())
     assert summary["calls"]["adds_up"]
-    assert (summary["best"], summary["ended_by"]) == ([0, 0.0], None)
+    assert (summary["best"], summary["ended_by"]) == ([0, 1.0], None)
     assert (trained.folder.best_adapter / "adapter_config.json").is_file()
     sampled = sum(len(call.prompt_ids) + len(call.response_ids) for call in trained.calls())
     assert summary["spent"]["tokens"] == sampled
