@@ -11,6 +11,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from math import inf
 
 from agentrl.config.guard_settings import GuardSettings
 from agentrl.runs.folder import RunFolder
@@ -102,15 +103,19 @@ class Budget:
         began = time.monotonic()
         if began < self._next_look:
             return
-        spent = self.spent()
-        if self._limits.keys() - {"hours"}:
-            spent += self._used(self._under_way())
+        under_way = Counter[str]()
+        if self._limits.keys() - {"hours"} or self.spent()["hours"] > self._limits.get(
+            "hours", inf
+        ):
+            under_way = self._used(self._under_way())
+        spent = self.spent() + under_way
         took = time.monotonic() - began
         self._next_look = began + max(_LOOK_S, _REST * took)
         if began >= self._next_write:
             self._write(spent)
         for unit, limit in self._limits.items():
             if spent[unit] > limit:
+                self._spent += under_way  # whose rollouts no step settles
                 self._write(spent)
                 raise BudgetSpentError(
                     f"guards.{_SETTINGS[unit]}",

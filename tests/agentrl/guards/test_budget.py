@@ -88,7 +88,9 @@ def test_rollouts_under_way_are_given_up_at_the_limit(folder: RunFolder, store: 
         run.watch()
     guard, sentence = caught.value.args
     assert (guard, sentence[:19]) == ("guards.max_run_tokens", "40 tokens are spent")
-    # Of a step that is settled, they are counted already.
+    # They are counted; and those of a step that is settled are not counted again.
+    assert run.spent()["tokens"] == json.loads(folder.spent.read_text())["tokens"] == 60
+    run._spent.clear()
     run.settle(Purpose.TRAIN, 1, [])
     run._next_look = 0.0
     run.watch()
