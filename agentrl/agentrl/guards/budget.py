@@ -103,11 +103,9 @@ class Budget:
         began = time.monotonic()
         if began < self._next_look:
             return
-        under_way = Counter[str]()
-        if self._limits.keys() - {"hours"} or self.spent()["hours"] > self._limits.get(
-            "hours", inf
-        ):
-            under_way = self._used(self._under_way())
+        late = self.spent()["hours"] > self._limits.get("hours", inf)
+        counts = late or self._limits.keys() - {"hours"}
+        under_way = self._used(self._under_way()) if counts else Counter[str]()
         spent = self.spent() + under_way
         took = time.monotonic() - began
         self._next_look = began + max(_LOOK_S, _REST * took)

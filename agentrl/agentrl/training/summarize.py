@@ -40,13 +40,15 @@ def summarize(run: TrainingRun, step: int, ended: Ending | None) -> Summary:
         held_out=sorted((row["step"], row[HELD_OUT]) for row in rows if HELD_OUT in row),
         replies=_replies(run, step),
         seconds={name: round(value, 2) for name, value in run.timer.spent.items()},
+        cores_busy={name: round(value, 3) for name, value in run.timer.shares().items()},
         ended=ended,
     )
     written = {"steps": step, "held_out": summary.held_out, "reward": summary.rewards}
     written |= {"best": summary.best, "spent": run.guards.budget.spent()}
     written |= {"ended_by": ended and ended.guard, "why": ended and ended.sentence}
     calls = asdict(summary.accounting) | {"adds_up": verified.fault is None}
-    folder.write_json(folder.summary, written | {"seconds": summary.seconds, "calls": calls})
+    took = {"seconds": summary.seconds, "cores_busy": summary.cores_busy}
+    folder.write_json(folder.summary, written | took | {"calls": calls})
     return summary
 
 

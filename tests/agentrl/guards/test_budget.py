@@ -65,12 +65,12 @@ def test_a_step_that_would_not_fit_is_not_begun(folder: RunFolder) -> None:
     assert sentence == "81 of 100 tokens are spent, and one more step may take 51"
 
 
-def test_hours_before_a_resume_count(folder: RunFolder) -> None:
+def test_hours_before_a_resume_count(folder: RunFolder, store: Store) -> None:
     folder.spent.write_text('{"hours": 1.5}')
     assert budget(folder, max_hours=1.6).why_no_step() is None
     assert (budget(folder, max_hours=1.4).why_no_step() or [""])[0] == "guards.max_hours"
     with pytest.raises(BudgetSpentError):
-        budget(folder, max_hours=1.4).watch()
+        budget(folder, store, max_hours=1.4).watch()
     assert json.loads(folder.spent.read_text())["hours"] >= 1.5
 
 
