@@ -52,9 +52,10 @@ def _refuse(*rules: tuple[bool, str]) -> None:
 
 
 def correction_mode(config: TrainConfig) -> Literal["none", "truncate", "mask"]:
-    """The correction in force: by default truncate where stale answers may train."""
+    """The correction in force: by default truncate where the sampler's policy was another one."""
     stale_trains = config.rollouts.max_staleness > 0 and config.rollouts.stale != "drop"
-    return config.algorithm.correction.mode or ("truncate" if stale_trains else "none")
+    differs = stale_trains or config.sampler.weights == "int8"
+    return config.algorithm.correction.mode or ("truncate" if differs else "none")
 
 
 def length_normalization(
@@ -162,6 +163,10 @@ def check_models(config: ModelCommand) -> None:
         config,
         {
             "sampler.vllm": (config.sampler.kind == "vllm", 'sampler.kind = "vllm"'),
+            "sampler.weights": (
+                config.sampler.kind == "embedded",
+                'sampler.kind = "embedded"; for vLLM, sampler.vllm.args has its --quantization',
+            ),
             "sampler.vllm.key_env": (runs, "sampler.vllm.url; one started here needs no key"),
             "sampler.vllm.wait": (runs, "sampler.vllm.url; one started here may take its time"),
         },
