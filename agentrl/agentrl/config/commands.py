@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from agentrl.config import checks, settings
 from agentrl.config.algorithm_options import AlgorithmSettings
 from agentrl.config.field_types import Count, HttpUrl, Positive, Store, Table
-from agentrl.config.guard_settings import GuardSettings
+from agentrl.config.guard_settings import GuardSettings, TrainEvaluationSettings
 from agentrl.config.setting_names import model_in
 from agentrl.config.settings import Adapters, AdapterSettings, OtherModels, OtherModelSettings
 
@@ -91,7 +91,7 @@ class TrainConfig(ModelCommand):
     )
 
     agent: settings.TrainAgentSettings
-    evaluation: settings.TrainEvaluationSettings = settings.TrainEvaluationSettings()
+    evaluation: TrainEvaluationSettings = TrainEvaluationSettings()
     rollouts: settings.RolloutSettings = settings.RolloutSettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()
     learning: settings.LearningSettings = settings.LearningSettings()

@@ -1,10 +1,23 @@
-"""The settings of what ends a run early: budgets, and what follows when it collapses."""
+"""The settings of a training's evaluations and guards: what may end it early."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
-from agentrl.config.field_types import Count, Positive, Table, Whole
+from agentrl.config.field_types import Count, Positive, Share, Table, Whole
+from agentrl.config.settings import EvaluationSettings
+
+
+class TrainEvaluationSettings(EvaluationSettings):
+    tasks: Path | None = None
+    """Held-out tasks (JSON lines); never trained on."""
+    every: Count = 5
+    """Steps between evaluations; before the first and after the last too."""
+    stop_at: Share | None = None
+    """Stop once the held-out accuracy reaches this value."""
+    patience: Count | None = None
+    """Stop once so many evaluations in a row were no better than the best before them."""
 
 
 class GuardSettings(Table):
