@@ -79,6 +79,13 @@ def check_train(config: TrainConfig) -> None:
         "evaluation.stop_at": (
             config.evaluation.tasks is not None, "evaluation.tasks, whose accuracy it is",
         ),
+        "evaluation.patience": (
+            config.evaluation.tasks is not None, "evaluation.tasks, whose accuracy is to improve",
+        ),
+        "guards.max_cost": (bool(config.models), "other models: [models.NAME]"),
+        "guards.roll_backs": (
+            config.guards.on_collapse == "roll_back", 'guards.on_collapse = "roll_back"',
+        ),
         "rollouts.stale": (rollouts.max_staleness > 0, "a max_staleness above 0"),
         "tinker": (config.run.backend == "tinker", 'run.backend = "tinker"'),
     }  # fmt: skip
@@ -104,6 +111,9 @@ def check_train(config: TrainConfig) -> None:
         (rollouts.stale == "correct" and not corrects,
          "algorithm.correction.mode: none contradicts rollouts.stale correct; leave the mode out, "
          "or set stale to drop or wait"),
+        (config.guards.on_collapse == "roll_back" and config.evaluation.tasks is None,
+         "guards.on_collapse: roll_back goes back to the step with the best held-out accuracy; "
+         "give evaluation.tasks, or set it to stop"),
     )  # fmt: skip
     if config.run.steps is not None:
         check_warmup(config.learning.warmup_steps, config.run.steps)
