@@ -120,7 +120,7 @@ class Int8Linear:
         scales = x.abs().amax(1, keepdim=True).clamp_(min=torch.finfo(x.dtype).tiny).div_(_DIGIT)
         first = (rest := x / scales).round()
         digits = torch.cat([first, rest.sub_(first).mul_(_SECOND)]).round_().to(torch.int8)
-        high, low = torch._int_mm(digits, self.transposed).split(len(x))
+        high, low = torch.ops.aten._int_mm(digits, self.transposed).split(len(x))
         y = low.mul(1 / _SECOND).add_(high).mul_(scales).mul_(self.scales)
         if self.bias is not None:
             y += self.bias

