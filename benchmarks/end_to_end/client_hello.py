@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 import torch
 
@@ -119,7 +119,6 @@ def main() -> None:
     parser.add_argument("--eval-every", type=int, default=5)
     parser.add_argument("--stop-at", type=float, default=0.95)
     options = vars(parser.parse_args())
-    torch.set_num_threads(1)
     out: Path = options.pop("out")
     (out / "figures.json").write_text(json.dumps(learn(out / "weights", **options)))
 

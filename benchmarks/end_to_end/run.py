@@ -2,8 +2,8 @@
 
     python benchmarks/end_to_end/run.py --trl-python /path/to/python [--seeds 0 1 2]
 
-Runs both on the hello task, one after the other and in turns, on one torch thread per process, and
-writes what it found to ``results/``. See README.md for what is equal and what is not.
+Runs both on the hello task, one after the other and in turns, and writes what it found to
+``results/``. See README.md for what is equal and what is not.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from agentrl_trainer.models.sources import resolve_model
+
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 HELLO = ROOT / "examples" / "hello"
-MODEL = ROOT / "trainer" / "agentrl_trainer" / "tiny" / "weights"
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -46,9 +47,9 @@ class Run:
     held_out: list[list[float]]  # (step, accuracy), from before the first step on
 
 
-def measured(command: list[str], log: Path) -> tuple[float, float]:
+def measured(command: list[str], log: Path, threads: int) -> tuple[float, float]:
     """(wall, CPU) seconds of a command with all its descendants, also those it has orphaned."""
-    env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    env = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     started = time.perf_counter()
     with log.open("wb") as out:
@@ -87,16 +88,18 @@ def run_script(
     wall, cpu = measured(
         [
             python, str(HERE / script),
-            "--model", str(MODEL),
+            "--model", resolve_model(options.model),
             "--tasks", str(HELLO / "train.jsonl"),
             "--eval-tasks", str(HELLO / "held_out.jsonl"),
             "--learning-rate", str(options.learning_rate),
             "--seed", str(seed),
             "--steps", str(options.steps),
             "--stop-at", str(options.stop_at),
+            "--eval-every", str(options.eval_every),
             "--out", str(folder),
         ],
         folder.with_suffix(".log"),
+        options.threads,
     )  # fmt: skip
     found = json.loads((folder / "figures.json").read_text())
     return Run(
@@ -110,6 +113,8 @@ def run_agentrl(options: argparse.Namespace, seed: int, folder: Path) -> Run:
         str(Path(sys.executable).with_name("agentrl")), "train", f"{HELLO / 'agent.py'}:agent",
         "--tasks", str(HELLO / "train.jsonl"),
         "--eval-tasks", str(HELLO / "held_out.jsonl"),
+        "--evaluation.every", str(options.eval_every),
+        "--model", options.model,
         "--runners", str(options.runners),
         "--rollouts-per-process", str(options.rollouts_per_process),
         "--learning-rate", str(options.learning_rate),
@@ -120,7 +125,7 @@ def run_agentrl(options: argparse.Namespace, seed: int, folder: Path) -> Run:
     ]  # fmt: skip
     if options.stop_at <= 1:
         command += ["--evaluation.stop-at", str(options.stop_at)]
-    wall, cpu = measured(command, folder.with_suffix(".log"))
+    wall, cpu = measured(command, folder.with_suffix(".log"), options.threads)
     found = json.loads((folder / "summary.json").read_text())
     if not found["calls"]["adds_up"]:
         raise SystemExit(f"agentrl lost calls: {found['calls']}")
@@ -155,7 +160,8 @@ def means(runs: list[Run]) -> dict[str, dict[str, float]]:
 
 def markdown(runs: list[Run], about: dict[str, object]) -> str:
     lines = [
-        f"{about['date']}, {about['machine']}, learning rate {about['learning_rate']}, "
+        f"{about['date']}, {about['machine']}, {about['threads']} threads, {about['model']}, "
+        f"learning rate {about['learning_rate']}, "
         f"{about['runners']} runners, load before the run {about['load']}.",
         "",
         "| tool | seed | steps | held-out accuracy | wall s | CPU s | wall s / step |",
@@ -189,8 +195,11 @@ def main() -> None:
     parser.add_argument(
         "--without-agent", action="store_true", help="agentrl: a loop over its client API, as TRL"
     )
-    parser.add_argument("--learning-rate", type=float, default=1.5e-3)
-    parser.add_argument("--runners", type=int, default=8)
+    parser.add_argument("--model", default="smollm2-135m", help="or agentrl-tiny")
+    parser.add_argument("--learning-rate", type=float, default=3e-4)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--eval-every", type=int, default=1)
+    parser.add_argument("--runners", type=int, default=32)
     parser.add_argument(
         "--rollouts-per-process", type=int, default=1, help="agentrl: 1 is a fresh process each"
     )
@@ -210,6 +219,8 @@ def main() -> None:
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python "
         f"{platform.python_version()}",
         "load": f"{os.getloadavg()[0]:.1f}",
+        "model": options.model,
+        "threads": options.threads,
         "learning_rate": options.learning_rate,
         "runners": options.runners,
         "steps_at_most": options.steps,

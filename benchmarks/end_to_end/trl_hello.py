@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer on the hello task: the other side of ``run.py``, in a venv of its own.
 
-Set up to be quick on one CPU thread: one ``generate`` for the 64 completions of a step and one for
+Set up to be quick on a CPU: one ``generate`` for the 64 completions of a step and one for
 the held-out prompts, one forward and backward over the whole batch, nothing logged, nothing saved
 but the adapter at the end. Plain ``generate``: TRL's continuous batching was not tried.
 """
@@ -13,7 +13,7 @@ import os
 import time
 from pathlib import Path
 
-os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 import torch
 from datasets import Dataset
@@ -95,7 +95,6 @@ def main() -> None:
     parser.add_argument("--eval-every", type=int, default=5)
     parser.add_argument("--stop-at", type=float, default=0.95)
     options = parser.parse_args()
-    torch.set_num_threads(1)
 
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
