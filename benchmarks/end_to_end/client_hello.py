@@ -17,7 +17,6 @@ from typing import Any
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
-import torch
 
 from agentrl import AdamParams, Datum, ModelInput, SamplingClient, SamplingParams, ServiceClient
 
