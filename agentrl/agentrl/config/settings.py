@@ -186,7 +186,7 @@ class LearningSettings(Table):
     max_length: Annotated[int, Field(ge=2)] | None = None
     """Longest trajectory in tokens; by default the model's context."""
     micro_batch_tokens: Annotated[int, Field(ge=64)] | None = None
-    """Tokens per forward pass; lower saves memory. By default 4096 on a CPU, 16384 on a GPU."""
+    """Tokens per forward pass; lower saves memory. By default 16384 on CUDA, else 4096."""
     gradient_checkpointing: bool = False
     """Recompute layers in the backward pass to save memory."""
 
@@ -197,7 +197,7 @@ class ModelSettings(Table):
     name: Annotated[str, Field(min_length=1)] = "agentrl-tiny"
     """Base model: agentrl-tiny or smollm2-135m (built in), a folder, or a Hugging Face name."""
     device: str = "auto"
-    """Torch device of sampler and trainer: auto, cpu, cuda, cuda:1, ..."""
+    """Torch device of sampler and trainer: auto, cpu, cuda, cuda:1, mps, ..."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of the base model; the adapter trains in float32."""
     load_in_4bit: bool = False

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 import real_vllm
+import torch
 from fake_gateway import until
 from runner_harness import alive
 from settings import flags, nested
@@ -56,6 +57,29 @@ def test_an_interpreter_without_vllm_is_refused(tmp_path: Path) -> None:
         vllm_command(settings, 8)
     for elsewhere in (config(), config(sampler="vllm", vllm_url="http://gpu:8000")):
         assert planned_server(elsewhere, tmp_path, max_rank=None) is None
+
+
+@pytest.mark.parametrize(
+    ("cuda", "mps", "device", "dtype", "eager"),
+    [
+        (False, False, "auto", "float32", True),
+        (False, True, "auto", "auto", True),
+        (True, False, "auto", "auto", False),
+        (True, False, "cpu", "float32", True),
+        (True, False, "cuda:1", "auto", False),
+    ],
+)
+def test_vllm_has_the_precision_of_the_trainers_device(
+    cuda: bool, mps: bool, device: str, dtype: str, eager: bool,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+    (python := tmp_path / "python").write_text("#!/bin/sh\nexit 0\n")  # has vLLM
+    python.chmod(0o755)
+    command = vllm_command(config(sampler="vllm", vllm_python=str(python), device=device), 8)
+    assert command[command.index("--dtype") + 1] == dtype
+    assert ("--enforce-eager" in command) == eager
 
 
 # Runs the leash process, impatiently.
