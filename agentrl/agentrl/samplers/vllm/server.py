@@ -126,13 +126,18 @@ def vllm_command(config: ModelCommand, max_rank: int) -> list[str]:
             f"learning.rank: vLLM serves adapters up to rank {_RANKS[-1]}, not {max_rank}"
         )
     from agentrl_trainer.models.devices import default_device
+    from agentrl_trainer.models.loading import checkpoint_dtype
     from agentrl_trainer.models.sources import resolve_model
 
     own, trust = config.model, config.model.trust_remote_code
     model = resolve_model(own.name)
     device = default_device().type if own.device == "auto" else own.device
-    # As the trainer loads the model: the two must be one policy.
-    dtype = "float32" if device == "cpu" and own.dtype == "auto" else own.dtype
+    dtype = own.dtype
+    if dtype == "auto":  # as the trainer loads the model; vLLM's own would halve float32
+        stored = (
+            "float32" if device == "cpu" else checkpoint_dtype(own.name, trust_remote_code=trust)
+        )
+        dtype = str(stored).removeprefix("torch.")
     return [
         *(python, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", model),
