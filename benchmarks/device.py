@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import os
 import platform
@@ -26,6 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -105,15 +107,11 @@ def update(options: argparse.Namespace) -> Figures:
     per_token, per_trained = useful_flops(base)
     learner = Learner(base, rank=RANK)
     how = learner.why_not_shared or learner._logprobs.why_no_flex or "flex_attention"
-    yield Figure("learner", base.dtype, f"{how}; micro-batch {learner.token_budget} tokens")
+    yield Figure("learner", f"{base.dtype}", f"{how}; micro-batch {learner.token_budget} tokens")
     shapes = [(2, 4, 64, 32)] if options.quick else [(8, 8, 64, 64), (8, 8, 512, 128)]
     for shape in shapes:
         rows, (groups, size, prompt, answer) = random_rows(base, shape), shape
-
-        def work(rows: list[TrainingRow] = rows) -> None:
-            learner.discard_gradients()
-            learner.forward_backward(rows)
-
+        work = partial(learner.forward_backward, rows)
         seconds = quickest(work, base.device, times=1 if options.quick else 3)
         trained, unique = groups * size * answer, count_tokens(rows).unique
         rate = (unique * per_token + trained * per_trained) / seconds / 1e12
@@ -174,11 +172,11 @@ def train(options: argparse.Namespace) -> Figures:
             "--model.dtype", options.dtype, "--runs", folder, "--name", "run",
         ]  # fmt: skip
         started = time.perf_counter()
-        pipe: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        done = subprocess.run(command, text=True, check=False, **pipe)
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         seconds = time.perf_counter() - started
         if done.returncode:
-            raise RuntimeError(f"exit code {done.returncode}: {done.stdout.strip()[-400:]}")
+            said = (done.stdout + done.stderr).strip()[-400:]
+            raise RuntimeError(f"exit code {done.returncode}: {said}")
         summary = json.loads((Path(folder) / "run" / "summary.json").read_text())
         written = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
     spent = ", ".join(f"{name} {value:.1f} s" for name, value in summary["seconds"].items())
@@ -188,8 +186,8 @@ def train(options: argparse.Namespace) -> Figures:
     rate = f"{last['tokens_per_second']:,.0f} tokens/s sampled"
     yield Figure("its last step", rate, f"sampler against trainer {apart:.1e} at most")
     calls = summary["calls"]
-    added = "add up" if calls["adds_up"] else "**do not add up**"
-    yield Figure("its calls", added, ", ".join(f"{name} {calls[name]}" for name in calls))
+    added = "add up" if calls.pop("adds_up") else "**do not add up**"
+    yield Figure("its calls", added, str(calls))
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], Figures]] = {
@@ -212,6 +210,7 @@ def sampler(
     own = learner or Learner(load(options), rank=RANK)
     save_adapter(own.model, "default", folder / "first")
     del own
+    gc.collect()  # PEFT's modules refer to each other
     engine = SamplerEngine(load(options))
     engine.start()
     try:
@@ -281,13 +280,13 @@ def quickest(work: Callable[[], object], on: torch.device, times: int) -> float:
     for _ in range(1 if on.type == "cpu" else 2):
         work()
     wait(on)
-    seconds: list[float] = []
+    least = float("inf")
     for _ in range(times):
         started = time.perf_counter()
         work()
         wait(on)
-        seconds.append(time.perf_counter() - started)
-    return min(seconds)
+        least = min(least, time.perf_counter() - started)
+    return least
 
 
 def wait(on: torch.device) -> None:
