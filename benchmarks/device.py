@@ -106,7 +106,8 @@ def update(options: argparse.Namespace) -> Figures:
     base = load(options)
     per_token, per_trained = useful_flops(base)
     learner = Learner(base, rank=RANK)
-    how = learner.why_not_shared or learner._logprobs.why_no_flex or "flex_attention"
+    by = "blocks" if learner._logprobs.why_no_flex else "flex_attention"
+    how = learner.why_not_shared or f"prefixes are shared, by {by}"
     yield Figure("learner", f"{base.dtype}", f"{how}; micro-batch {learner.token_budget} tokens")
     shapes = [(2, 4, 64, 32)] if options.quick else [(8, 8, 64, 64), (8, 8, 512, 128)]
     for shape in shapes:
