@@ -134,10 +134,10 @@ def vllm_command(config: ModelCommand, max_rank: int) -> list[str]:
     device = default_device().type if own.device == "auto" else own.device
     dtype = own.dtype
     if dtype == "auto":  # as the trainer loads the model; vLLM's own would halve float32
-        stored = (
-            "float32" if device == "cpu" else checkpoint_dtype(own.name, trust_remote_code=trust)
-        )
+        stored = "float32" if device == "cpu" else checkpoint_dtype(model, trust_remote_code=trust)
         dtype = str(stored).removeprefix("torch.")
+    # Compiling takes minutes on a CPU, which vLLM uses on a Mac too.
+    eager = ["--enforce-eager"] if device.startswith(("cpu", "mps")) else []
     return [
         *(python, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", model),
@@ -150,9 +150,7 @@ def vllm_command(config: ModelCommand, max_rank: int) -> list[str]:
         *("--max-lora-rank", str(rank)),
         *("--max-loras", str(_MAX_LORAS)),
         *(["--enable-mixed-moe-lora-format"] if _has_experts(model, trust) else []),
-        *(
-            [] if device.startswith("cuda") else ["--enforce-eager"]
-        ),  # compiling for a CPU takes minutes
+        *eager,
         *(["--trust-remote-code"] if trust else []),
         *shlex.split(config.sampler.vllm.args),  # the last one of a flag counts
     ]
