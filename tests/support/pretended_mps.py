@@ -13,19 +13,23 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch._dynamo  # optimizers import it, and it must not see what is patched here
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 MPS = torch.device("mps", 0)
-_aten = torch.ops.aten
 _CPU = torch.device("cpu")
-_INTO = {_aten.copy_.default, _aten.index.Tensor, _aten.index_put_.default}
-_MIXED = {_aten._to_copy.default, *_INTO}
+_aten = torch.ops.aten
+_MIXED = {_aten.copy_.default, _aten.index.Tensor, _aten.index_put_.default}
 """Copies are between devices; CPU tensors may index others."""
+_NAMING = {torch.device, torch._C._nn._parse_to}
+"""They take a device and make nothing there."""
 
 
 class OnMps(torch.Tensor):
+    """For torch's C++ it is on the CPU, because autograd asks a device's driver."""
+
     held: torch.Tensor
 
     @staticmethod
@@ -34,7 +38,7 @@ class OnMps(torch.Tensor):
             raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
         made = torch.Tensor._make_wrapper_subclass(
             cls, held.shape, strides=held.stride(), storage_offset=held.storage_offset(),
-            dtype=held.dtype, device=MPS,
+            dtype=held.dtype, device=_CPU,
         )  # fmt: skip
         made.held = held
         return made
@@ -43,7 +47,14 @@ class OnMps(torch.Tensor):
         torch.Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
         self.held = other.held
 
+    device = property(lambda self: MPS)
     data = property(lambda self: self.detach(), _set_data)
+
+    def tolist(self) -> Any:
+        return self.held.tolist()
+
+    def cpu(self) -> torch.Tensor:
+        return self.held.clone()
 
     def __repr__(self, **_: Any) -> str:
         return f"OnMps({self.held})"
@@ -54,15 +65,18 @@ class OnMps(torch.Tensor):
 
 
 class _Mode(TorchFunctionMode):
-    """Creates tensors there, and moves them, where torch would ask for the device itself."""
+    """Creates tensors there and moves them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given, spec = tree_flatten((args, kwargs or {}))
-        if func is torch.device or not any(_is_mps(x) for x in given):
-            return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        given, spec = tree_flatten((args, kwargs))
+        if func is torch.Tensor.to and isinstance(args[0], OnMps) and _CPU in given:
+            return args[0].held.to(*args[1:], **kwargs).clone()
+        if func in _NAMING or not any(map(_is_mps, given)):
+            return func(*args, **kwargs)
         args, kwargs = tree_unflatten([_CPU if _is_mps(x) else x for x in given], spec)
         if args and isinstance(args[0], OnMps):  # x.to("mps"), perhaps to another dtype
-            args = (args[0].held, *args[1:])
+            return func(*args, **kwargs)
         return OnMps(func(*args, **kwargs).detach())
 
 
@@ -72,18 +86,12 @@ def _is_mps(x: Any) -> bool:
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
     given, _ = tree_flatten((args, kwargs))
-    strangers = any(
-        isinstance(x, torch.Tensor) and not isinstance(x, OnMps) and x.dim() for x in given
-    )
-    if strangers and func not in _MIXED:
+    tensors = [x for x in given if isinstance(x, torch.Tensor)]
+    if func not in _MIXED and any(x.dim() and not isinstance(x, OnMps) for x in tensors):
         raise RuntimeError(f"{func}: tensors are on mps and on cpu")
-    target = args[0] if func in _INTO else kwargs.get("device", MPS)
-    plain = {**kwargs, "device": _CPU} if "device" in kwargs else kwargs
-    held_args, held_kwargs = tree_map(
-        lambda x: x.held if isinstance(x, OnMps) else x, (args, plain)
-    )
-    out = func(*held_args, **held_kwargs)
-    if target is not None and not _is_mps(getattr(target, "device", target)):
+    held, more = tree_map(lambda x: x.held if isinstance(x, OnMps) else x, (args, kwargs))
+    out = func(*held, **more)
+    if func in _MIXED and not isinstance(args[0], OnMps):
         return out
     out = tree_map(lambda x: OnMps(x) if isinstance(x, torch.Tensor) else x, out)
     return return_and_correct_aliasing(func, args, kwargs, out)
@@ -98,5 +106,12 @@ def pretended_mps() -> Iterator[torch.device]:
         with _Mode():
             run(self)
 
-    with patch.object(threading.Thread, "run", with_mode), _Mode():
+    def alike(a: torch.Tensor, b: torch.Tensor) -> bool:  # else a module gets a new parameter
+        return isinstance(a, OnMps) == isinstance(b, OnMps)
+
+    with (
+        patch.object(threading.Thread, "run", with_mode),
+        patch.object(torch, "_has_compatible_shallow_copy_type", alike),
+        _Mode(),
+    ):
         yield MPS
