@@ -99,6 +99,7 @@ class Session:
             default_adapter=config.sole_adapter if own else None,
             agents=config.adapter_of_agent if own else {},
             adapter_paths=paths,
+            trains_beside=bool(training and training.rollouts.max_staleness),
             answered_by=config.model.answered_by if isinstance(config, EvalConfig) else None,
         )
         # With several adapters, agents ask for a name that the role of each resolves.
