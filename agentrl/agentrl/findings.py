@@ -125,11 +125,14 @@ class Thinking:
 
     def tokens(self, call: Call) -> int:
         """Count the tokens of an answer that are reasoning. The prompt may have opened it."""
-        count, inside = 0, False
-        beginning = call.prompt_ids[-8:]
-        for at, token in enumerate([*beginning, *call.response_ids]):
-            inside = token == self.opens or (inside and token != self.closes)
-            count += inside and at >= len(beginning)
+        before = call.prompt_ids[-8:]
+        ids = [*before, *call.response_ids]
+        count = end = 0
+        while self.opens in ids[end:]:
+            begin = ids.index(self.opens, end)
+            closed = self.closes in ids[begin:]
+            end = ids.index(self.closes, begin) if closed else len(ids)
+            count += max(0, end - max(begin, len(before)))
         return count
 
     def finding(self, calls: Sequence[Call], *, wanted: bool | None) -> Finding:

@@ -95,7 +95,13 @@ def _resources(
                 free=free_memory(device), threads=torch.get_num_threads(),
             )  # fmt: skip
             found["memory"], fits = memory_findings(need, config), need.fits
-        update = measure_update(config, rows) if fits else None
+        remarks: list[str] = []
+        try:
+            update = measure_update(config, rows, remarks.append) if fits else None
+        except torch.OutOfMemoryError:
+            lower = "lower learning.micro_batch_tokens, or choose a smaller model"
+            found.setdefault("memory", []).append(Finding("an update ran out of memory", lower))
+        found |= {"model": [*map(Finding, remarks)]} if remarks else {}
     running = seconds_of_running(rollouts)
     found["time"] = time_findings(
         config, steps, update,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -118,16 +118,21 @@ class UpdateSpeed:
     """Seconds of the optimizer's step and of saving the adapter."""
 
 
-def measure_update(config: TrainConfig, rows: Sequence[TrainingRow]) -> UpdateSpeed:
+def measure_update(
+    config: TrainConfig, rows: Sequence[TrainingRow], note: Callable[[str], None]
+) -> UpdateSpeed:
     """Make one update of a fresh adapter, which is thrown away, with some of the rows.
 
     The first forward and backward, of one row, is not measured: it allocates and compiles.
+
+    Args:
+        note: receives remarks on how the model is trained.
     """
     some = sorted(rows, key=lambda row: row.tokens)  # those that share a prefix are neighbors
     while len(some) > 1 and count_tokens(some).unique > MOST_MEASURED:
         some = some[: len(some) // 2]
     with tempfile.TemporaryDirectory() as folder:
-        backend = create_clients(config, Path(folder), lambda _: None)
+        backend = create_clients(config, Path(folder), note)
         client, how = next(iter(backend.clients.values())), update_settings(config)
         client.forward_backward(some[:1], "importance_sampling", logprobs=False).result()
         began = time.perf_counter()

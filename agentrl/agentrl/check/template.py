@@ -12,7 +12,7 @@ from agentrl_proxy.rendering.continuity import Conversations, remember_reply, re
 from agentrl_proxy.rendering.renderer import Message, Renderer
 
 _USER: Message = {"role": "user", "content": "Name a color."}
-_TOOL = {
+_TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "look_up_color",
@@ -20,12 +20,12 @@ _TOOL = {
         "parameters": {"type": "object", "properties": {"name": {"type": "string"}}},
     },
 }
-_CALL = {
+_CALL: dict[str, Any] = {
     "id": "call_1",
     "type": "function",
     "function": {"name": "look_up_color", "arguments": '{"name": "blue"}'},
 }
-_RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "#0000ff"}
+_RESULT: Message = {"role": "tool", "tool_call_id": "call_1", "content": "#0000ff"}
 
 
 def template_findings(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from rich.progress import Progress
 
@@ -53,7 +54,7 @@ def fixed_model(
         kind: ``check``, ``eval`` or ``run``.
         asks_for: the model that the agent is told to ask for; by default the run's own.
     """
-    adapters = {}
+    adapters: dict[str, Path] = {}
     if not isinstance(config, CheckConfig):
         adapters = adapter_folders(config, config.model.adapter_path)
         config.adapters = config.adapters or {name: AdapterSettings() for name in adapters}
