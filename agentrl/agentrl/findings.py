@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from agentrl_proxy.rendering.templates import THINKING_SWITCHES
 from agentrl_tracer.schemas import Call, CallState
@@ -160,13 +161,21 @@ class Thinking:
 # ---- during a training
 
 
-@dataclass(slots=True)
+@dataclass
 class StepNotes:
     """Tells the problems of steps: each when it is first there, and again when it has got clearly
     worse, or after many steps."""
 
     note: Callable[[str], object]
+    tokenizer: Any = None
+    """Of the base model."""
     _told: dict[str, tuple[int, float]] = field(default_factory=dict[str, tuple[int, float]])
+
+    @cached_property
+    def thinking(self) -> Thinking | None:
+        from agentrl_proxy.rendering.renderer import Renderer
+
+        return Thinking.of(Renderer(self.tokenizer))
 
     def take(self, step: int, found: Mapping[str, Finding]) -> None:
         """Tell what is due of a step's findings, by kind."""

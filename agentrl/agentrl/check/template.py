@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -90,6 +91,10 @@ def _continues(renderer: Renderer, reply: Message, then: Message, tools: Any) ->
     if not whole.startswith(asked.text):  # as where the prompt opens a thought
         return False
     sampled = whole[len(asked.text) :].removesuffix(renderer.turn_end)
+    if (marks := renderer.reasoning_marks) and "reasoning_content" not in reply:
+        # Qwen3's template writes an empty thought before the last reply.
+        opens, closes = map(re.escape, marks)
+        sampled = re.sub(rf"^\s*{opens}\s*{closes}\s*", "", sampled)
     ids = renderer.encode(sampled)
     remember_reply(renderer, had, asked, reply, ids, reply["content"], cut=False)
     return render_prompt(renderer, had, [_USER, reply, then], tools, None).branched is None

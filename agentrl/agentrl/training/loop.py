@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, TypeVar
 
 from agentrl.config.algorithm import step_settings, update_settings
@@ -23,7 +23,7 @@ from agentrl.config.checks import greedy_note
 from agentrl.config.commands import TrainConfig
 from agentrl.config.loading import steps_of
 from agentrl.console.live import TrainDisplay
-from agentrl.findings import StepNotes, Thinking
+from agentrl.findings import StepNotes
 from agentrl.process_privacy import private_files
 from agentrl.runs.folder import strict
 from agentrl.runs.metric_names import REWARD
@@ -31,19 +31,13 @@ from agentrl.runs.summary import Summary
 from agentrl.timing import PhaseTimer
 from agentrl.training.clients import create_clients
 from agentrl.training.evaluation import evaluate_if_due, reached_goal
-from agentrl.training.metrics import (
-    note_findings,
-    report_step_failures,
-    seconds_row,
-    step_row,
-)
+from agentrl.training.metrics import report_step_failures, seconds_row, step_row
 from agentrl.training.metrics_log import MetricsLog
 from agentrl.training.resume import verify_in_background
 from agentrl.training.rollout_queue import RolloutQueue
 from agentrl.training.session import RunError, Session
 from agentrl.training.staleness import StalenessLimit
 from agentrl.training.summarize import summarize
-from agentrl_proxy.rendering.renderer import Renderer
 from agentrl_tracer.schemas import Call, Json, Purpose, Rollout, SkipReason
 from agentrl_tracer.store import Store
 from agentrl_trainer.client import AdamParams, APIFuture, RefusedRows, TrainingClient
@@ -96,8 +90,7 @@ def train_step(run: TrainingRun, step: int) -> None:
         trained = dict.fromkeys(whole.trained, step)
         run.store.settle(trained=trained, skipped=whole.skipped, calls=calls)
     outcomes = run.store.outcomes(run.run_id, step=step, purpose=Purpose.TRAIN)
-    report_step_failures(run, taken.rollouts, whole, outcomes)
-    note_findings(run, step, taken.rollouts, calls, whole)
+    report_step_failures(run, step, taken.rollouts, calls, whole, outcomes)
     row = step_row(step, taken, calls, batches, passes, outcomes, run.records.staleness)
     row |= {"learning_rate": run.learning_rate(step), **seconds_row(timer), **seconds_row(parts)}
     with timer("checkpoint"):
@@ -217,14 +210,10 @@ class TrainingRun:
             session, config, task_ids, steps=self.steps, staleness=self.records.staleness,
             teaches=self.records.teaches,
         )  # fmt: skip
-        self.notes = StepNotes(display.note)
+        self.notes = StepNotes(display.note, self._backend.tokenizer)
         self.saved: dict[str, str] = {}  # path of each adapter's newest version
 
     # ---- within a step
-
-    @cached_property
-    def thinking(self) -> Thinking | None:
-        return Thinking.of(Renderer(self._backend.tokenizer))
 
     def learning_rate(self, step: int) -> float:
         learning = self.config.learning

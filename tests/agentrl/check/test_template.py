@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 from family_templates import FAMILIES
 from transformers import AutoTokenizer
 
-from agentrl.check.template import knows_tools, rewritten_turns
+from agentrl.check.template import knows_tools, rewritten_turns, template_findings
+from agentrl.findings import Thinking
 from agentrl_proxy.rendering.renderer import Renderer
 from agentrl_trainer.tiny import MODEL_DIR
 
@@ -25,14 +27,31 @@ def renderer(tokenizer: Any, family: str) -> Renderer:
 
 
 @pytest.mark.parametrize(
-    ("family", "tools", "rewritten"),
+    ("family", "rewritten", "thinking"),
     [
-        ("qwen2.5", True, []),
-        ("qwen3", True, ["reasoning"]),
-        ("llama3", True, []),
+        ("qwen2.5", [], (None, None)),
+        ("qwen3", ["reasoning"], ("enable_thinking", True)),
+        ("llama3", [], None),
+        ("deepseek-v3.1", [], ("thinking", False)),
+        ("deepseek-r1", ["text", "reasoning"], (None, True)),
     ],
 )
-def test_families(tokenizer: Any, family: str, tools: bool, rewritten: list[str]) -> None:
+def test_families(tokenizer: Any, family: str, rewritten: list[str], thinking: Any) -> None:
     known = renderer(tokenizer, family)
-    assert knows_tools(known) == tools
+    assert knows_tools(known) == (not family.startswith("deepseek"))  # theirs write none
     assert rewritten_turns(known) == rewritten
+    found = Thinking.of(known)
+    assert (found and (found.switch, found.by_default)) == thinking
+
+
+def test_tools_that_the_model_never_sees_are_said(tokenizer: Any) -> None:
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = PLAIN
+    known = Renderer(tokenizer)
+    assert not knows_tools(known)
+    assert rewritten_turns(known) == []
+    tried = (template_findings(known, None, calls_with_tools=count) for count in (0, 5))
+    said = [next(findings) for findings in tried]
+    assert said[0].fix == ""
+    assert "in 5 calls, and the model never saw them" in said[1].fact
+    assert "choose a model" in said[1].fix
