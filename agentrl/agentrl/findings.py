@@ -115,10 +115,11 @@ class Thinking:
         marks = [renderer.encode(mark) for mark in renderer.reasoning_marks or ()]
         if [len(ids) for ids in marks] != [1, 1]:
             return None
-        opens, closes = marks[0][0], marks[1][0]
+        opens, closes = marks_of = marks[0][0], marks[1][0]
         asked = [{"role": "user", "content": "x"}]
         switch = next((name for name in THINKING_SWITCHES if name in renderer.switches), None)
-        by_default = True if opens in renderer.encode(renderer.generation_prompt) else None
+        written = [one for one in renderer.encode(renderer.generation_prompt) if one in marks_of]
+        by_default = written[-1] == opens if written else None
         if switch is not None:
             off = renderer.with_switches(False, None, {})
             by_default = renderer.text(asked, None) != off.text(asked, None)

@@ -32,7 +32,7 @@ def renderer(tokenizer: Any, family: str) -> Renderer:
         ("qwen2.5", [], (None, None)),
         ("qwen3", ["reasoning"], ("enable_thinking", True)),
         ("llama3", [], None),
-        ("deepseek-v3.1", [], ("thinking", False)),
+        ("deepseek-v3.1", [], (None, False)),
         ("deepseek-r1", ["text", "reasoning"], (None, True)),
     ],
 )
