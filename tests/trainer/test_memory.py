@@ -57,7 +57,7 @@ def test_settings_lower_the_estimate() -> None:
 
     plain = of()
     assert of(dtype="bfloat16").weights == plain.weights / 2
-    assert of(load_in_4bit=True).weights < plain.weights / 3
+    assert of(load_in_4bit=True).weights < plain.weights / 2
     assert of(gradient_checkpointing=True).activation < plain.activation / 2
 
 
