@@ -44,10 +44,11 @@ def test_estimates(name: str, tmp_path: Path) -> None:
     base = load_base(source, device="cpu")
     sizes = {p: p.numel() * p.element_size() for p in base.model.parameters()}
     assert estimate.weights == sum(sizes.values())
-    assert estimate.kv == choose_forward(base, llama_cpu=True)[1].bytes_per_token
     learner = Learner(base, rank=8)
     trained = sum(p.numel() for p in learner.model.parameters() if p.requires_grad)
     assert estimate.adapter == 16 * trained
+    _, forward, _ = choose_forward(load_base(source, device="cpu"), llama_cpu=True)
+    assert estimate.kv == forward.bytes_per_token
     assert kept_by(learner, 400) == pytest.approx(400 * estimate.activation, rel=0.15)
 
 

@@ -99,7 +99,7 @@ def memory_findings(need: MemoryNeed, config: TrainConfig) -> list[Finding]:
 
 def _gb(size: float) -> str:
     if size < _GB:
-        return f"{size / 1e6:.0f} MB"
+        return f"{size / 1e6:.0f} MB" if size > 1e7 else f"{size / 1e6:.1f} MB"
     return f"{size / _GB:.1f} GB" if size < 10 * _GB else f"{size / _GB:.0f} GB"
 
 
@@ -176,8 +176,8 @@ def time_findings(
         parts.append(f"update {_s(learning)}: forward and backward at {speed:.0f} tokens/s")
     else:
         parts.append("the update was not measured")
-    whole = f"{steps} steps about {_s(total * steps)}, without evaluations"
-    return [Finding(f"a step takes about {_s(total)}, {whole}"), *map(Finding, parts)]
+    run = f"a run of {steps} about {_s(total * steps)} without evaluations"
+    return [Finding(f"a step takes about {_s(total)}, {run}"), *map(Finding, parts)]
 
 
 def _s(seconds: float) -> str:

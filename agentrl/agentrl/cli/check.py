@@ -62,6 +62,7 @@ def check_command(*tokens: Tokens) -> None:
         folder.write_json(folder.summary, {"scores": asdict(scores), "findings": lines})
     print_line((f"recorded in {folder.root}", "dim"))
     if not rollouts:
+        print_line("the first rollout failed, so no other was tried")
         sys.exit(1)
 
 
