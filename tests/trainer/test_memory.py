@@ -1,4 +1,4 @@
-"""Estimates of memory are what models take: counted exactly, activations to a tenth."""
+"""Estimates of memory are what models take: counted exactly, activations to a fifth."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_estimates(name: str, tmp_path: Path) -> None:
     assert estimate.adapter == 16 * trained
     _, forward, _ = choose_forward(load_base(source, device="cpu"), llama_cpu=True)
     assert estimate.kv == forward.bytes_per_token
-    assert kept_by(learner, 400) == pytest.approx(400 * estimate.activation, rel=0.15)
+    assert kept_by(learner, 400) == pytest.approx(400 * estimate.activation, rel=0.2)
 
 
 def test_settings_lower_the_estimate() -> None:
