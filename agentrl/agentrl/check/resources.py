@@ -173,7 +173,10 @@ def time_findings(
         speed = update.tokens / update.seconds
         learning = tokens * count / speed + update.overhead
         total += learning
-        parts.append(f"update {_s(learning)}: forward and backward at {speed:.0f} tokens/s")
+        parts.append(
+            f"update at most {_s(learning)}: forward and backward at {speed:.0f} tokens/s, none for "
+            "groups with equal rewards"
+        )
     else:
         parts.append("the update was not measured")
     run = f"a run of {steps} about {_s(total * steps)} without evaluations"

@@ -72,7 +72,7 @@ def test_every_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said["memory"][-1].endswith("KV cache of 3 x 18 tokens")
     # 4 rollouts of 12 tokens took 2 s, one after the other: 64 take 32 s.
     assert said["time"][1] == "rollouts 32 s: 64 of them by 3 runners, at 24 sampled tokens/s"
-    assert said["time"][2].startswith("update ")
+    assert said["time"][2].startswith("update at most ")
     assert "in about 7 of 16 groups of 4 rollouts" in said["signal"][0]
 
 
