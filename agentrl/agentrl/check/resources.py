@@ -174,8 +174,8 @@ def time_findings(
         learning = tokens * count / speed + update.overhead
         total += learning
         parts.append(
-            f"update at most {_s(learning)}: forward and backward at {speed:.0f} tokens/s, none for "
-            "groups with equal rewards"
+            f"update at most {_s(learning)}: forward and backward at {speed:.0f} tokens/s, "
+            "none for groups with equal rewards"
         )
     else:
         parts.append("the update was not measured")
