@@ -2,6 +2,8 @@
 
     python scripts/run_examples.py [NAME ...]     # or: make examples
 
+Those that train a real model take an hour each; they run only when they are named.
+
 Wall time, CPU time (of the command and all it started) and held-out success before and after, from
 the run's own summary. Run folders stay in runs/examples/. Ends with 1 if an example failed. The
 machine should do nothing else: times of a busy one mean little.
@@ -27,12 +29,16 @@ PYTHON = sys.executable
 
 @dataclass(frozen=True)
 class Example:
-    """``config``: below examples/; ``before``: what the train command is given to; ``needs``."""
+    """``config``: below examples/; ``before``: what the train command is given to; ``needs``.
+
+    ``long``: takes an hour, so it runs only when it is named.
+    """
 
     name: str
     config: str
     before: tuple[str, ...] = ()
     npm: bool = False
+    long: bool = False
 
     def command(self) -> list[str]:
         train = [PYTHON, "-m", "agentrl", "train", "--config", f"examples/{self.config}"]
@@ -47,6 +53,8 @@ EXAMPLES = [
     Example("openai_agents", "openai_agents/train.toml"),
     Example("node_agent", "node_agent/train.toml", npm=True),
     Example("twenty_questions", "twenty_questions/simple.toml", before=ANSWERER),
+    Example("extraction", "extraction/train.toml", long=True),
+    Example("catalog", "catalog/train.toml", long=True),
 ]
 
 
@@ -102,7 +110,7 @@ def main() -> None:
     print(f"{os.cpu_count()} cores, load average before: {os.getloadavg()[0]:.1f}", flush=True)
     rows: list[dict[str, str]] = []
     for example in EXAMPLES:
-        if not names or example.name in names:
+        if example.name in names or not (names or example.long):
             print(f"\n=== {example.name}: {' '.join(example.command())}", flush=True)
             rows.append(run(example))
     print(f"\n{table(rows)}")

@@ -1,12 +1,18 @@
-"""Time: seconds by phase, notices during long waits, and faster imports."""
+"""Time: seconds and busy cores by phase, notices during long waits, and faster imports."""
 
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+
+import psutil
+
+_OPENMP = {"GOMP_SPINCOUNT": "2000", "KMP_BLOCKTIME": "0"}
+"""For GNU's and Intel's libraries: rounds, and milliseconds, that a waiting thread stays awake."""
 
 FIRST_NOTICE_S, LONGEST_PAUSE_S = 5.0, 15.0
 
@@ -16,18 +22,36 @@ class PhaseTimer:
     """Wall-clock seconds by phase: ``with timer("rollouts"):`` adds to ``spent["rollouts"]``."""
 
     spent: dict[str, float] = field(default_factory=dict[str, float])
+    busy: dict[str, float] = field(default_factory=dict[str, float])
+    """Seconds that cores of this machine were busy meanwhile, whatever they computed."""
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        started = time.perf_counter()
+        started, busy = time.perf_counter(), busy_core_seconds()
         try:
             yield
         finally:
-            self.spent[phase] = self.spent.get(phase, 0.0) + time.perf_counter() - started
+            self._add(phase, time.perf_counter() - started, busy_core_seconds() - busy)
 
     def add(self, other: PhaseTimer) -> None:
         for phase, seconds in other.spent.items():
-            self.spent[phase] = self.spent.get(phase, 0.0) + seconds
+            self._add(phase, seconds, other.busy.get(phase, 0.0))
+
+    def _add(self, phase: str, seconds: float, busy: float) -> None:
+        self.spent[phase] = self.spent.get(phase, 0.0) + seconds
+        self.busy[phase] = self.busy.get(phase, 0.0) + busy
+
+    def shares(self) -> dict[str, float]:
+        """Return the share of the machine's cores that were busy in each phase, 0 to 1."""
+        cores = psutil.cpu_count() or 1
+        whole = {phase: seconds * cores for phase, seconds in self.spent.items()}
+        return {p: min(1.0, self.busy.get(p, 0.0) / of) for p, of in whole.items() if of}
+
+
+def busy_core_seconds() -> float:
+    """Return the seconds that this machine's cores have been busy, summed, since it started."""
+    times = psutil.cpu_times()
+    return times.user + times.system + getattr(times, "nice", 0.0) + getattr(times, "irq", 0.0)
 
 
 class Waiting:
@@ -55,14 +79,22 @@ class Waiting:
 
 @contextmanager
 def heavy_imports() -> Iterator[None]:
-    """Pause the garbage collector around imports that create a million permanent objects.
+    """Import torch and what needs it: pause the garbage collector, and let its threads wait asleep.
 
-    Otherwise it traverses them repeatedly while they are created (a fifth of torch's import time),
-    in every later full collection, and for a second at exit.
+    The imports create a million permanent objects. The collector would traverse them repeatedly
+    while they are created (a fifth of torch's import time), in every later full collection, and for
+    a second at exit.
+
+    OpenMP reads how its threads wait when torch loads it. By default they keep a core busy while
+    they wait for a thread whose core an agent has, which makes two threads slower than one.
     """
+    unset = _OPENMP.keys() - os.environ.keys()
+    os.environ.update({name: _OPENMP[name] for name in unset})
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
         gc.enable()
+        for name in unset:  # agents and vLLM inherit the environment
+            del os.environ[name]

@@ -27,8 +27,12 @@ _LOGITS_BYTES = 12
 class MemoryEstimate:
     """Bytes, each an estimate."""
 
+    parameters: int
+    """Of the base model: a number, not bytes."""
     weights: int
-    """Of the base model; trainer and sampler have a copy each."""
+    """Of the base model in the trainer."""
+    sampler: int
+    """Of the base model in the sampler; twice where its lean decoder packs them for a CPU."""
     adapter: int
     """Of one adapter in training, with gradients and optimizer."""
     activation: int
@@ -68,6 +72,7 @@ def estimate_memory(
     merges = kind == torch.float32 and count < MERGE_BELOW and not load_in_4bit
     merges = merges and not expert_count(config)
     weights = count * kind.itemsize
+    packs = merges and device.type == "cpu"
     if load_in_4bit:
         weights -= int(linear * (kind.itemsize - _NF4_BYTES))
     wanted = resolve_targets(lora_config(rank, 32.0), base)
@@ -75,12 +80,14 @@ def estimate_memory(
         attached = get_peft_model(base, wanted)
     adapter = sum(p.numel() for p in attached.parameters() if p.requires_grad)
     return MemoryEstimate(
+        parameters=count,
         weights=weights,
+        sampler=weights * 2 if packs else weights,
         adapter=adapter * _ADAM_BYTES,
         activation=_activation(config, kind.itemsize, rank, recomputed=gradient_checkpointing),
         vocabulary=config.vocab_size,
         kv=_kv(config) * kind.itemsize,
-        served_adapter=4 * (linear if merges else adapter),
+        served_adapter=4 * (linear * (2 if packs else 1) if merges else adapter),
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from agentrl.capacity import available_cores, trainer_threads
 from agentrl.check.resources import (
     measure_update,
     memory_findings,
@@ -92,7 +93,10 @@ def _resources(
         if estimate is not None:
             need = memory_need(
                 config, estimate, rows, rollouts=len(rollouts), device=device.type,
-                free=free_memory(device), threads=torch.get_num_threads(),
+                free=free_memory(device), threads=trainer_threads(
+                    model.cores or available_cores(), estimate.parameters,
+                    alone=not config.rollouts.max_staleness,
+                ),
             )  # fmt: skip
             found["memory"], fits = memory_findings(need, config), need.fits
         remarks: list[str] = []

@@ -70,7 +70,7 @@ def memory_need(
     }
     if config.sampler.kind == "embedded":
         parts["weights in the sampler and two adapter versions"] = (
-            one.weights + 2 * one.served_adapter * adapters
+            one.sampler + 2 * one.served_adapter * adapters
         )
         parts[f"KV cache of {in_flight} x {longest} tokens"] = one.kv * in_flight * longest
     return MemoryNeed(parts, device, free)

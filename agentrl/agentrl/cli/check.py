@@ -8,6 +8,7 @@ from dataclasses import asdict
 
 from rich.text import Text
 
+from agentrl.capacity import choose_runners
 from agentrl.cli import Tokens
 from agentrl.cli.eval import Scores, score
 from agentrl.cli.fixed_model import fixed_model
@@ -35,14 +36,16 @@ def check_command(*tokens: Tokens) -> None:
     config = load(CheckConfig, tokens)
     validate_agent(config.agent.entrypoint, other_python=config.agent.python is not None)
     tasks = load_tasks(config.agent.tasks, "agent.tasks")
-    count, how = min(config.check.tasks, len(tasks)), config.check
+    count, how = min(config.check.tasks, len(tasks)), config.rollouts
+    if why := choose_runners(config.model.name, config.agent, how, how.batch_size * how.group_size):
+        print_line((why, "dim"))
     drawn = tasks_in_order(0, count, len(tasks), config.run.seed)
     rollouts: list[Rollout] = []
     with fixed_model(config, "check", [tasks[0], *(tasks[at] for at in drawn)]) as made:
         [first] = made.execute(_planned(config, made.task_ids[:1], 1))
         print_block(rollout_trace(made.session.store, first))
         if first.state is RolloutState.SUCCEEDED:
-            rollouts = made.execute(_planned(config, made.task_ids[1:], how.samples))
+            rollouts = made.execute(_planned(config, made.task_ids[1:], config.check.samples))
     folder, store = made.session.folder, made.session.store
     emitted = store.rewards([rollout.id for rollout in rollouts])
     store.close()

@@ -10,6 +10,7 @@ from statistics import fmean
 from rich.table import Table
 from rich.text import Text
 
+from agentrl.capacity import choose_runners
 from agentrl.cli import Tokens
 from agentrl.cli.fixed_model import fixed_model
 from agentrl.config.checks import greedy_note
@@ -53,6 +54,9 @@ def eval_command(*tokens: Tokens) -> None:
     validate_agent(config.agent.entrypoint, other_python=config.agent.python is not None)
     how, model = config.evaluation, config.model
     tasks = load_tasks(how.tasks, "evaluation.tasks")
+    planned = len(tasks) * how.samples
+    if why := choose_runners(config.model.name, config.agent, config.rollouts, planned):
+        print_line((why, "dim"))
     if note := greedy_note(how.samples, how.temperature):
         print_sentences(f"note: {note}")
     asks_for = model.adapter if model.answered_by else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 
+from agentrl.capacity import available_cores, choose_runners
 from agentrl.cli import Tokens
 from agentrl.config.checks import check_warmup
 from agentrl.config.commands import TrainConfig
@@ -29,6 +30,8 @@ def train_command(*tokens: Tokens) -> None:
     tinker on Tinker or any server that speaks its protocol; docs/client.md says what differs.
     """
     config, resume = load(TrainConfig, tokens), resume_of(tokens)
+    how = config.rollouts
+    config.model.cores = min(config.model.cores or available_cores(), available_cores())
     folder = None if resume is None else RunFolder.existing(resume, "resume")
     if folder is not None:
         return_to_start(folder, print_line)
@@ -45,6 +48,8 @@ def train_command(*tokens: Tokens) -> None:
         folder = RunFolder.create(config.run.folder, config.run.name, "train")
     end_in_order(partial(how_to_continue, folder))
     print_line((f"run folder {folder.root}", "dim"))
+    if why := choose_runners(config.model.name, config.agent, how, how.batch_size * how.group_size):
+        print_line((why, "dim"))
     print_line(("loading torch, the gateway and the runners", "dim"))
     with (
         Session(folder, config, "train") as session,

@@ -109,7 +109,8 @@ class RunnerSettings(Table):
     """The processes that run the agent."""
 
     runners: Annotated[int, Field(ge=1, le=1024)] = 8
-    """Worker processes that run the agent; ray:16 is 16 on Ray."""
+    """Worker processes that run the agent; ray:16 is 16 on Ray. By default up to 32 for a model
+    other than agentrl-tiny, where the agent is Python code that forks run."""
     runners_on: Literal["here", "ray"] = "here"
     """Run them on this machine, or as actors of a Ray cluster."""
     concurrency: Count = 1
@@ -209,6 +210,9 @@ class ModelSettings(Table):
     """Torch device of sampler and trainer: auto, cpu, cuda, cuda:1, ..."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of the base model; the adapter trains in float32."""
+    cores: Count | None = None
+    """CPU cores for sampler and trainer; by default all that this process may use. A run that is
+    resumed keeps its number, because the last bits of its figures depend on it."""
     load_in_4bit: bool = False
     """Load the base model's linear layers in 4 bits (NF4, as in QLoRA)."""
     trust_remote_code: bool = False

@@ -18,6 +18,7 @@ from agentrl.config.secrets import secret_variables
 from agentrl.gateway.process import CANNOT_START, GatewayPlan, run_gateway
 from agentrl.process_privacy import environment_without
 from agentrl.supervisor import SupervisedProcess, end_with_parent
+from agentrl.timing import heavy_imports
 from agentrl_proxy.server.listening import http_url
 from agentrl_trainer.names import SMOLLM2
 
@@ -156,7 +157,8 @@ def fetch_model(name: str) -> None:
     The caller's terminal shows the progress; the gateway would write it into its log.
     """
     if name == SMOLLM2:  # else there is nothing to fetch here, and torch need not be imported
-        from agentrl_trainer.models.sources import resolve_model
+        with heavy_imports():
+            from agentrl_trainer.models.sources import resolve_model
 
         resolve_model(name)
 

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Self
 import httpx
 from pydantic import Field
 
+from agentrl.capacity import available_cores, sampler_threads
 from agentrl.config.commands import ModelCommand
 from agentrl.config.field_types import Table
 from agentrl.config.secrets import FORWARD_HEADERS, filled
@@ -76,6 +77,7 @@ class GatewayPlan(Table):
     adapter_paths: dict[str, Path] = Field(default_factory=dict[str, Path])
     """PEFT folders of fixed adapters, version 0, where no run makes versions."""
     answered_by: str | None = None  # the model in ``models`` that answers in the adapter's place
+    trains_beside: bool = False  # a trainer on this machine computes while this samples
     vllm_url: str | None = None  # sample through this vLLM server
     vllm_wait: float | None = None
     """Seconds to wait for a vLLM server that does not answer yet; None: no limit."""
@@ -128,7 +130,6 @@ def run_gateway(plan: GatewayPlan, sock: socket.socket) -> None:
 
 def _ready_app(plan: GatewayPlan, ending: contextlib.ExitStack) -> FastAPI:
     import_gateway()
-    import torch
     from opentelemetry.util.re import parse_env_headers
 
     from agentrl_proxy.app import create_app
@@ -138,7 +139,6 @@ def _ready_app(plan: GatewayPlan, ending: contextlib.ExitStack) -> FastAPI:
     from agentrl_proxy.telemetry.otlp_export import OtlpExporter
     from agentrl_tracer.store.writer import TraceWriter
 
-    torch.set_num_threads(1)  # the event loop needs the other core more than the sampler does
     # The sampler's thread and the event loop hand the interpreter to each other thousands of times
     # a second; Python's default interval of 5 ms would stall every decode step.
     sys.setswitchinterval(1e-4)
@@ -217,14 +217,19 @@ def _log_failure(error: Exception) -> None:
 
 def make_sampler(plan: GatewayPlan) -> tuple[EmbeddedSampler | VllmSampler | TinkerSampler, Any]:
     """Return the sampler, not started yet, and the tokenizer of its model."""
+    import torch
+
     from agentrl_trainer.models.loading import load_base, load_facts
 
+    torch.set_num_threads(1)  # until the model's size is known
     model, tinker = plan.model, plan.tinker
     if tinker is None and plan.vllm_url is None:
         from agentrl.samplers.embedded import EmbeddedSampler
 
         how = {"device", "dtype", "load_in_4bit", "trust_remote_code"}
         base = load_base(model.name, **model.model_dump(include=how))
+        cores = model.cores or available_cores()
+        torch.set_num_threads(sampler_threads(cores, base.parameters, alone=not plan.trains_beside))
         return EmbeddedSampler(base), base.tokenizer
     source = tinker.tokenizer if tinker and tinker.tokenizer else model.name
     facts = load_facts(source, trust_remote_code=model.trust_remote_code)

@@ -29,6 +29,8 @@ class Summary:
     held_out: list[tuple[int, float]]
     replies: list[Reply]
     seconds: dict[str, float]
+    cores_busy: dict[str, float]
+    """Share of the machine's cores that were busy in each phase, 0 to 1."""
 
     @property
     def learned_nothing(self) -> bool:

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from agentrl.capacity import available_cores, trainer_threads
 from agentrl.config.algorithm import REFERENCE, value_params
 from agentrl.config.commands import TrainConfig
 from agentrl.training.session import RunError
@@ -48,9 +51,7 @@ def create_clients(
     Raises:
         RunError: the backend refuses; the message says what to change.
     """
-    import torch
-
-    torch.set_num_threads(1)  # gateway and runners need the other cores
+    torch.set_num_threads(1)  # until the model's size is known
     if config.run.backend == "tinker":
         return _on_tinker(config, folder)
     return _on_this_machine(config, folder, note)
@@ -83,6 +84,11 @@ def _on_this_machine(
         for name, parameter in base.model.named_parameters()
         if not any(other in name for other in others)
     )
+    cores = config.model.cores or available_cores()
+    alone = not config.rollouts.max_staleness
+    threads = trainer_threads(cores, parameters, alone=alone)
+    # On the thread that computes: another one's number stays as it was.
+    client.local(lambda _: torch.set_num_threads(threads)).result()
     rate = learning.learning_rate or default_learning_rate(parameters, learning.alpha)
     return TrainingClients(service, clients, base.context_length, base.tokenizer, rate)
 

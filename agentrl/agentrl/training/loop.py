@@ -255,7 +255,13 @@ class TrainingRun:
     def checkpoint(self, step: int, row: Mapping[str, Any]) -> None:
         # Before the checkpoint: a store without it has lost its last writes, see ``restore``.
         self.store.log_metrics(self.run_id, step, {"calls": row["calls"]})
-        meta = {"run_id": self.run_id, "rollouts": self.queue.state(), "row": strict(row)}
+        cores = self.config.model.cores
+        meta = {
+            "run_id": self.run_id,
+            "cores": cores,
+            "rollouts": self.queue.state(),
+            "row": strict(row),
+        }
         saved = self._backend.service.save_checkpoint(
             self.folder.checkpoints, step, meta=meta, keep=self.config.run.keep_checkpoints
         )

@@ -105,6 +105,7 @@ class Session:
             adapter_paths=paths,
             # A check asks for what a training would.
             base_names=tuple(config.trained) if as_training and not training else (),
+            trains_beside=bool(as_training and as_training.rollouts.max_staleness),
             answered_by=config.model.answered_by if isinstance(config, EvalConfig) else None,
         )
         # With several adapters, agents ask for a name that the role of each resolves.

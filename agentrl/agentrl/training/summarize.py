@@ -41,10 +41,12 @@ def summarize(run: TrainingRun, step: int) -> Summary:
         held_out=sorted((row["step"], row[HELD_OUT]) for row in rows if HELD_OUT in row),
         replies=_replies(run, step),
         seconds={name: round(value, 2) for name, value in run.timer.spent.items()},
+        cores_busy={name: round(value, 3) for name, value in run.timer.shares().items()},
     )
     written = {"steps": step, "held_out": summary.held_out, "reward": summary.rewards}
     calls = asdict(summary.accounting) | {"adds_up": verified.fault is None}
-    folder.write_json(folder.summary, written | {"seconds": summary.seconds, "calls": calls})
+    took = {"seconds": summary.seconds, "cores_busy": summary.cores_busy}
+    folder.write_json(folder.summary, written | took | {"calls": calls})
     return summary
 
 

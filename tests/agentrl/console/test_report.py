@@ -31,7 +31,7 @@ def printed(what: Any) -> str:
 def reported(accounting: Accounting, rewards: list[float | None], steps: int = 3) -> str:
     folder = RunFolder(Path("runs/x"))
     replies = [Reply("user: hi", "no", "[yes]")]
-    summary = Summary(folder, steps, rewards, accounting, [(0, 0.5)], replies, {})
+    summary = Summary(folder, steps, rewards, accounting, [(0, 0.5)], replies, {}, {})
     return printed(training_report(summary))
 
 
@@ -62,7 +62,7 @@ def test_the_report_of_a_run_that_trained() -> None:
 def test_a_narrow_terminal_cuts_neither_paths_nor_names() -> None:
     console = Console(width=80)
     folder = RunFolder(Path(f"/{'a-long-name/' * 10}run"))
-    summary = Summary(folder, 1, [1.0], Accounting(1, 1, 1, {}, 0), [], [], {})
+    summary = Summary(folder, 1, [1.0], Accounting(1, 1, 1, {}, 0), [], [], {}, {})
     with console.capture() as capture:
         print_block(training_report(summary), console)
     assert f"{folder.adapter}" in capture.get()

@@ -3,8 +3,8 @@
 Knows PEFT folders and the model's parameters, not requests or caches.
 
 The model computes with an adapter in one of two ways. *Merged*: each version has a copy of the
-adapted weight matrices with the update added, put in place by swapping ``Parameter.data`` (and for
-models of up to 50 million parameters a second copy in ``llama_cpu.FusedLinear``). It halves the
+adapted weight matrices with the update added, put in place by swapping ``Parameter.data`` (and a
+second copy in the order that ``llama_cpu.FusedLinear`` computes with). It halves the
 time of a step of a small model, where LoRA's extra products are mostly Python. *Unmerged*: PEFT's
 own layers, for models too large to copy, or in half precision, where a merge rounds the update
 away and sampling would no longer be the policy that the trainer computes.

@@ -39,10 +39,9 @@ _PARTS = {
 _HEAD_NORMS = {"self_attn.q_norm", "self_attn.k_norm"}
 _STEP = 256
 """Rotary angles are computed for this many more positions at a time."""
-_PACK_FROM_ROWS = 16
-"""With fewer rows the plain product is quicker: oneDNN takes 10 µs to start, MKL 2."""
-_PACK_BELOW = 50_000_000
-"""Models of fewer parameters hold their weights a second time, in oneDNN's order."""
+_PACK_FROM_ROWS, _PACK_FROM_PRODUCTS = 3, 1_500_000
+"""With fewer rows, or multiplications, the plain product is quicker: oneDNN takes 10 µs to start,
+MKL 2, and few rows are bound by reading the weights."""
 _onednn = torch.ops.mkldnn
 
 
@@ -61,15 +60,16 @@ class FusedLinear:
         self._transposed = joined.t()
         self.bias = bias
         self._packed = _onednn._reorder_linear_weight(joined) if packed else None
+        self._packed_from = max(_PACK_FROM_ROWS, _PACK_FROM_PRODUCTS // joined.numel())
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._packed is None or len(x) < _PACK_FROM_ROWS:
+        if self._packed is None or len(x) < self._packed_from:
             return F.linear(x, self._weight, self.bias)
         return _onednn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
 
     def plus(self, x: Tensor, more: Tensor) -> Tensor:
         """Return ``self(x) + more`` by the cheaper of two orders of summation."""
-        if self._packed is not None and len(x) >= _PACK_FROM_ROWS:
+        if self._packed is not None and len(x) >= self._packed_from:
             return _onednn._linear_pointwise.binary(x, more, self._packed, self.bias, "add")
         if self.bias is not None:
             more = more + self.bias
@@ -87,7 +87,6 @@ def can_pack(model: PreTrainedModel) -> bool:
         and hasattr(_onednn, "_reorder_linear_weight")
         and hasattr(_onednn, "_linear_pointwise")
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
-        and sum(p.numel() for p in model.parameters()) < _PACK_BELOW
     )
 
 

@@ -56,6 +56,14 @@ class BaseModel(ModelFacts):
     device: torch.device
     dtype: torch.dtype
 
+    @property
+    def parameters(self) -> int:
+        """How many there are, those of adapters included; two in each byte of 4-bit weights."""
+        return sum(
+            p.numel() * (2 if type(p).__name__ == "Params4bit" else 1)
+            for p in self.model.parameters()
+        )
+
 
 def is_multimodal(config: Any) -> bool:
     """Tell whether a model has other inputs than text, for which it has towers."""

