@@ -13,6 +13,7 @@ from agentrl.config.commands import CheckConfig, EvalConfig, RunConfig
 from agentrl.config.settings import AdapterSettings
 from agentrl.console.output import console, print_sentences
 from agentrl.interrupts import end_in_order
+from agentrl.runs.best_adapter import which_adapter
 from agentrl.runs.folder import RunFolder, adapter_folders
 from agentrl.training.session import Session
 from agentrl_tracer.schemas import Call, Json, NewRollout, Rollout, SkipReason
@@ -57,6 +58,8 @@ def fixed_model(
     adapters: dict[str, Path] = {}
     if not isinstance(config, CheckConfig):
         adapters = adapter_folders(config, config.model.adapter_path)
+        if said := which_adapter(config.model.adapter_path, adapters):
+            print_sentences(said)
         config.adapters = config.adapters or {name: AdapterSettings() for name in adapters}
     folder = RunFolder.create(config.run.folder, None, kind)
     session = Session(folder, config, kind, adapter_paths=adapters, asks_for=asks_for)

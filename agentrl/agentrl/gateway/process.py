@@ -230,7 +230,7 @@ def make_sampler(plan: GatewayPlan) -> tuple[EmbeddedSampler | VllmSampler | Tin
         base = load_base(model.name, **model.model_dump(include=how))
         cores = model.cores or available_cores()
         torch.set_num_threads(sampler_threads(cores, base.parameters, alone=not plan.trains_beside))
-        return EmbeddedSampler(base), base.tokenizer
+        return EmbeddedSampler(base, int8=plan.sampler.weights == "int8"), base.tokenizer
     source = tinker.tokenizer if tinker and tinker.tokenizer else model.name
     facts = load_facts(source, trust_remote_code=model.trust_remote_code)
     if tinker:

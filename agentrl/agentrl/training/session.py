@@ -115,6 +115,7 @@ class Session:
         self.started = time.perf_counter()
         self.gateway: GatewayHandle
         self.pool: SupervisedProcess | RayPool
+        self.watch: Callable[[], None] = lambda: None  # may raise, to give up rollouts under way
         self._next_maintenance = 0.0
         self._told_lost = False
         self._ended = threading.Event()
@@ -306,6 +307,7 @@ class Session:
         finished, restarts = -1, self._restarts()
         while True:
             self.maintain()
+            self.watch()
             began = time.monotonic()
             done, total, enough = check()
             if done > finished:
