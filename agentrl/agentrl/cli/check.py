@@ -56,9 +56,15 @@ def check_command(*tokens: Tokens) -> None:
             rewards = rollout_rewards(rollouts, emitted)
             found = examine(config, steps_of(config, tasks), rollouts, made.calls, rewards)
         scores = score(rollouts, emitted, config.evaluation.success_reward)
-        success = _success(scores, count_failures(rollouts), config.evaluation.success_reward)
         signal = found.pop("signal")
-        found |= {"success": success, "signal": signal}
+        found["success"] = [
+            _success(scores, config.evaluation.success_reward),
+            *(
+                Finding(f"{failed} rollouts failed: {why}", f"their output is in {folder.logs}")
+                for why, failed in count_failures(rollouts).items()
+            ),
+        ]
+        found["signal"] = signal
         print_line()
         _print_findings(found)
         lines = {name: list(map(asdict, some)) for name, some in found.items()}
@@ -81,20 +87,14 @@ def _planned(config: CheckConfig, task_ids: Sequence[str], samples: int) -> list
     ]  # fmt: skip
 
 
-def _success(scores: Scores, failures: Mapping[str, int], success: float) -> list[Finding]:
+def _success(scores: Scores, success: float) -> Finding:
     low, high = scores.interval
     chances = ", ".join(f"pass@{k} {chance:.0%}" for k, chance in scores.pass_at.items() if k > 1)
     mean = "" if scores.reward is None else f"; mean reward {scores.reward:+.3g}"
-    found = [
-        Finding(
-            f"{scores.accuracy:.0%} of {scores.rollouts} rollouts of {scores.tasks} tasks have a "
-            f"reward of at least {success:g} (95 % interval {low:.0%} to {high:.0%}); "
-            f"{chances}{mean}"
-        )
-    ]
-    found += [Finding(f"{count} rollouts failed: {why}", "see their logs") for why, count in
-              failures.items()]  # fmt: skip
-    return found
+    return Finding(
+        f"{scores.accuracy:.0%} of {scores.rollouts} rollouts of {scores.tasks} tasks have a "
+        f"reward of at least {success:g} (95 % interval {low:.0%} to {high:.0%}); {chances}{mean}"
+    )
 
 
 def _print_findings(found: Mapping[str, Sequence[Finding]]) -> None:
