@@ -52,11 +52,12 @@ def answer_metrics(
     pairs = [pair for group in groups.values() for pair in _centered(group)]
     if len(pairs) > 1:
         with contextlib.suppress(StatisticsError):  # all lengths, or all rewards, are equal
-            metrics["answers/length_pays"] = correlation(*zip(*pairs, strict=True))
+            lengths_of, rewards_of = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+            metrics["answers/length_pays"] = correlation(lengths_of, rewards_of)
     return metrics
 
 
 def _centered(group: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Subtract a group's means: tasks differ in length and reward for reasons of their own."""
-    length, reward = (fmean(column) for column in zip(*group, strict=True))
+    length, reward = fmean(pair[0] for pair in group), fmean(pair[1] for pair in group)
     return [(a - length, b - reward) for a, b in group]

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import asdict, astuple, dataclass
 from math import inf
+from typing import Any
 
 from agentrl.config.guard_settings import GuardSettings
 from agentrl.runs.folder import RunFolder
@@ -22,6 +23,19 @@ _SETTINGS = {"hours": "max_hours", "tokens": "max_run_tokens", "dollars": "max_c
 _LOOK_S = 1.0  # between looks at the clock
 _REST = 50  # times as long as a look at the calls took
 _WRITE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    hours: float = 0.0
+    tokens: float = 0.0
+    dollars: float = 0.0
+
+    def __add__(self, other: Spent) -> Spent:
+        return Spent(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def __sub__(self, other: Spent) -> Spent:
+        return Spent(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 class BudgetSpentError(Exception):
@@ -48,24 +62,23 @@ class Budget:
         ahead: int,
         note: Callable[[str], None],
     ) -> None:
-        limits = {unit: getattr(settings, name) for unit, name in _SETTINGS.items()}
-        self._limits: dict[str, float] = {u: limit for u, limit in limits.items() if limit}
+        limits: dict[str, Any] = {unit: getattr(settings, n) for unit, n in _SETTINGS.items()}
+        self._limits: dict[str, float] = {unit: n for unit, n in limits.items() if n is not None}
         self._folder, self._store, self._run_id = folder, store, run_id
         self._started, self._ahead, self._note = started, ahead, note
         known = json.loads(folder.spent.read_text()) if folder.spent.is_file() else {}
-        self._spent = Counter[str](known)  # hours: those before this process
+        self._spent = Spent(**known)  # hours: those before this process
         self._settled = {Purpose.TRAIN: 0, Purpose.EVAL: -1}
         """The last step whose calls are in ``_spent``."""
         self._mark = self.spent()
-        self._last = dict[Purpose, Counter[str]]()
+        self._last = {Purpose.TRAIN: Spent(), Purpose.EVAL: Spent()}
         """What the last step, and the last evaluation, took."""
         self._next_look = self._next_write = 0.0
         self._told_unpriced = False
 
-    def spent(self) -> Counter[str]:
+    def spent(self) -> Spent:
         """Return the hours, tokens and dollars that the run has spent."""
-        hours = (time.perf_counter() - self._started) / 3600
-        return self._spent + Counter({"hours": hours})
+        return self._spent + Spent(hours=(time.perf_counter() - self._started) / 3600)
 
     def begin(self, step: int, *, evaluated: bool) -> None:
         """Count from ``step``, which was trained before."""
@@ -84,8 +97,8 @@ class Budget:
     def why_no_step(self) -> tuple[str, str] | None:
         """Tell which limit one more step, and its evaluation, would exceed, if they take what the
         last ones took: the limit's setting and a sentence. None: they fit."""
-        expected = sum(self._last.values(), Counter[str]())
-        spent = self.spent()
+        expected = asdict(self._last[Purpose.TRAIN] + self._last[Purpose.EVAL])
+        spent = asdict(self.spent())
         for unit, limit in self._limits.items():
             if spent[unit] + expected[unit] > limit:
                 return f"guards.{_SETTINGS[unit]}", (
@@ -103,16 +116,16 @@ class Budget:
         began = time.monotonic()
         if began < self._next_look:
             return
-        late = self.spent()["hours"] > self._limits.get("hours", inf)
+        late = self.spent().hours > self._limits.get("hours", inf)
         counts = late or self._limits.keys() - {"hours"}
-        under_way = self._used(self._under_way()) if counts else Counter[str]()
+        under_way = self._used(self._under_way()) if counts else Spent()
         spent = self.spent() + under_way
         took = time.monotonic() - began
         self._next_look = began + max(_LOOK_S, _REST * took)
         if began >= self._next_write:
             self._write(spent)
         for unit, limit in self._limits.items():
-            if spent[unit] > limit:
+            if getattr(spent, unit) > limit:
                 self._spent += under_way  # whose rollouts no step settles
                 self._write(spent)
                 raise BudgetSpentError(
@@ -130,18 +143,18 @@ class Budget:
         ]
         return self._store.calls(rollout_ids=ids, bodies=False) if ids else []
 
-    def _used(self, calls: Iterable[Call]) -> Counter[str]:
+    def _used(self, calls: Iterable[Call]) -> Spent:
         """Count what calls have used; choices that were sampled together share their prompt."""
-        used, prompts = Counter[str](), set[tuple[str | None, int]]()
+        tokens, dollars, prompts = 0, 0.0, set[tuple[str | None, int]]()
         for call in calls:
             first = (call.attempt_id, call.seq) not in prompts
             prompts.add((call.attempt_id, call.seq))
-            used["tokens"] += len(call.response_ids) + first * len(call.prompt_ids)
-            cost = call.params.get("cost") or 0.0
-            used["dollars"] += first * cost
+            tokens += len(call.response_ids) + first * len(call.prompt_ids)
+            cost: float = call.params.get("cost") or 0.0
+            dollars += first * cost
             if "usage" in call.params and not cost:
                 self._tell_unpriced(call.model)
-        return used
+        return Spent(tokens=tokens, dollars=dollars)
 
     def _tell_unpriced(self, model: str) -> None:
         if "dollars" in self._limits and not self._told_unpriced:
@@ -152,9 +165,9 @@ class Budget:
                 "output_cost_per_token"
             )
 
-    def _write(self, spent: Counter[str]) -> None:
+    def _write(self, spent: Spent) -> None:
         self._next_write = time.monotonic() + _WRITE_S
-        self._folder.write_json(self._folder.spent, spent)
+        self._folder.write_json(self._folder.spent, asdict(spent))
 
 
 def _shown(value: float) -> str:

@@ -44,7 +44,7 @@ def summarize(run: TrainingRun, step: int, ended: Ending | None) -> Summary:
         ended=ended,
     )
     written = {"steps": step, "held_out": summary.held_out, "reward": summary.rewards}
-    written |= {"best": summary.best, "spent": run.guards.budget.spent()}
+    written |= {"best": summary.best, "spent": asdict(run.guards.budget.spent())}
     written |= {"ended_by": ended and ended.guard, "why": ended and ended.sentence}
     calls = asdict(summary.accounting) | {"adds_up": verified.fault is None}
     took = {"seconds": summary.seconds, "cores_busy": summary.cores_busy}

@@ -12,7 +12,7 @@ from call_records import make
 from store_records import claimed, start_run
 
 from agentrl.config.guard_settings import GuardSettings
-from agentrl.guards.budget import Budget, BudgetSpentError
+from agentrl.guards.budget import Budget, BudgetSpentError, Spent
 from agentrl.runs.folder import RunFolder
 from agentrl_tracer.schemas import Call, Purpose
 from agentrl_tracer.store import Store
@@ -48,8 +48,8 @@ def test_tokens_and_dollars_count_once_and_over_resumes(folder: RunFolder) -> No
     calls = [call("a", 10, 5), call("a#1", 10, 3, choice=1), call("b", 0, 0, seq=1, params=PRICED)]
     first.settle(Purpose.TRAIN, 1, calls)
     spent = budget(folder).spent()
-    assert (spent["tokens"], spent["dollars"]) == (18, 0.25)
-    assert spent["hours"] > 0
+    assert (spent.tokens, spent.dollars) == (18, 0.25)
+    assert spent.hours > 0
     assert json.loads(folder.spent.read_text())["tokens"] == 18
 
 
@@ -89,8 +89,8 @@ def test_rollouts_under_way_are_given_up_at_the_limit(folder: RunFolder, store: 
     guard, sentence = caught.value.args
     assert (guard, sentence[:19]) == ("guards.max_run_tokens", "40 tokens are spent")
     # They are counted; and those of a step that is settled are not counted again.
-    assert run.spent()["tokens"] == json.loads(folder.spent.read_text())["tokens"] == 60
-    run._spent.clear()
+    assert run.spent().tokens == json.loads(folder.spent.read_text())["tokens"] == 60
+    run._spent = Spent()
     run.settle(Purpose.TRAIN, 1, [])
     run._next_look = 0.0
     run.watch()
