@@ -75,8 +75,10 @@ def save_checkpoint(
     tensors: Mapping[str, Tensor],
     meta: Mapping[str, Any],
     keep: int = 2,
+    keep_step: int | None = None,
 ) -> Path:
-    """Write checkpoint ``step`` with the current random states; keep the ``keep`` newest.
+    """Write checkpoint ``step`` with the current random states; keep the ``keep`` newest, and
+    ``keep_step``.
 
     A checkpoint of the same step (from before a resume) is replaced. Later ones belong to a history
     that the run has left: they are renamed, and ``latest_checkpoint`` ignores them. ``meta`` must
@@ -104,7 +106,7 @@ def save_checkpoint(
     for at, folder in _steps(root):
         if at > step:
             os.rename(folder, root / f"{_SUPERSEDED}{folder.name}-{uuid.uuid4().hex[:8]}")
-        elif whole >= keep:
+        elif whole >= keep and at != keep_step:
             shutil.rmtree(_discard(folder), ignore_errors=True)
         else:
             # No run could resume from a torn one. To hash everything at each save costs too much.

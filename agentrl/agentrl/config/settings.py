@@ -21,7 +21,6 @@ from agentrl.config.field_types import (
     Names,
     NonNegative,
     Positive,
-    Share,
     Store,
     Table,
     Variable,
@@ -82,18 +81,18 @@ class EvaluationSettings(Table):
             self.temperature = sampler.temperature
 
 
-class TrainEvaluationSettings(EvaluationSettings):
-    tasks: Path | None = None
-    """Held-out tasks (JSON lines); never trained on."""
-    every: Count = 5
-    """Steps between evaluations; before the first and after the last too."""
-    stop_at: Share | None = None
-    """Stop once the held-out accuracy reaches this value."""
-
-
 class EvalEvaluationSettings(EvaluationSettings):
     tasks: Path
     """Tasks to evaluate on: a JSON-lines file, one object a line."""
+
+
+class CheckSettings(Table):
+    """The rollouts of ``agentrl check``."""
+
+    tasks: Count = 4
+    """Tasks to try: those of the first steps of a training with the same seed."""
+    samples: Annotated[int, Field(ge=2)] = 8
+    """Rollouts per task."""
 
 
 class RunnerSettings(Table):
@@ -214,7 +213,7 @@ class ModelSettings(Table):
 
 class ServeModelSettings(ModelSettings):
     adapter_path: Path | None = None
-    """A run folder, RUN@STEP, or a PEFT folder; by default the base model."""
+    """A run folder, RUN@STEP, RUN@best, or a PEFT folder; by default the base model."""
 
 
 class EvalModelSettings(ServeModelSettings):
@@ -253,6 +252,10 @@ class SamplerSettings(Table):
 
     kind: Literal["embedded", "vllm"] = "embedded"
     """What samples: the embedded engine, or a vLLM server."""
+    weights: Literal["model", "int8"] = "model"
+    """Weights that the embedded sampler computes with: the model's, or on a CPU 8-bit ones, which
+    decode faster. Then its policy differs a little from the trainer's, and by default
+    algorithm.correction.mode is truncate."""
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     """Sampling temperature where the request sets none."""
     max_tokens: Count = 256
