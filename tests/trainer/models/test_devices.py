@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from pretended_mps import pretended_mps
-from small_learner import base_model, data, learner, on_policy
-from small_models import Asked, as_base, lora_b_from, make_adapter, qwen3, running_engine
+from small_learner import base_model
 
 from agentrl_trainer.checkpoint import capture_rng, restore_rng
-from agentrl_trainer.inference import SampleParams
 from agentrl_trainer.inference.kv_cache import default_budget
-from agentrl_trainer.learner.learner import Learner
 from agentrl_trainer.models.devices import choose_device, free_memory, moved
-from agentrl_trainer.models.loading import BaseModel, load_base
 from agentrl_trainer.models.sources import ModelError
 
 GIB = 2**30
@@ -71,7 +64,7 @@ def test_memory_that_is_free(kind: str, monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_sampler_takes_a_share_of_it(
     kind: str, free: int, budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    base = learner().base
+    base = base_model()
     there = replace(base, device=with_memory(monkeypatch, kind, free))
     assert default_budget(there, 2**20) == budget // 2**20
 
@@ -107,68 +100,3 @@ def test_the_random_states_of_other_devices_are_kept(monkeypatch: pytest.MonkeyP
     # Where the devices are missing, their states are left out.
     monkeypatch.undo()
     restore_rng(kept)
-
-
-# ---- a pretended Mac: the CPU's numbers, MPS's refusals
-
-
-def test_the_pretended_device_refuses_what_mps_refuses() -> None:
-    with pretended_mps() as mps:
-        there = torch.ones(3, device=mps)
-        assert there.device.type == "mps"
-        with pytest.raises(TypeError, match="float64"):
-            there.double()
-        with pytest.raises(RuntimeError, match="on mps and on cpu"):
-            there + torch.ones(3)
-
-
-def test_a_mac_loads_a_model_in_its_own_type() -> None:
-    with pretended_mps():
-        base = load_base("agentrl-tiny", device="mps")
-    assert base.device.type == "mps"
-    assert {p.device.type for p in base.model.parameters()} == {"mps"}
-
-
-PARAMS = [
-    SampleParams(max_tokens=6, seed=1),
-    SampleParams(max_tokens=6, seed=2, top_p=0.8, top_logprobs=3),
-    SampleParams(max_tokens=6, seed=3, logit_bias=((7, 5.0), (8, -100.0))),
-    SampleParams(max_tokens=6, temperature=0.0),
-]
-
-
-@pytest.mark.parametrize("merge_below", [0, 10**9], ids=["unmerged", "merged"])
-def test_a_mac_samples_what_a_cpu_samples(tmp_path: Path, merge_below: int) -> None:
-    base = as_base(qwen3())
-    make_adapter(base, tmp_path / "v1", seed=1)
-    prompts = [[5, 6, 7, 8 + i] for i in range(len(PARAMS))]
-
-    def sampled(own: BaseModel) -> tuple[Any, ...]:
-        with running_engine(own, merge_below=merge_below, kv_tokens=4096) as engine:
-            engine.load_adapter("policy", 1, tmp_path / "v1").result()
-            asked = [Asked(engine, p, x, "policy") for p, x in zip(prompts, PARAMS, strict=True)]
-            found = [one.one().tokens for one in asked]
-            scored = engine.score(prompts, "policy").result()
-            return found, [x.logprobs for x in scored], engine.strategy
-
-    expected = sampled(replace(base, model=copy.deepcopy(base.model)))
-    with pretended_mps() as mps:
-        found = sampled(replace(base, model=base.model.to(mps), device=mps))
-    assert found == expected
-
-
-def test_a_mac_learns_what_a_cpu_learns() -> None:
-    rows = on_policy(learner(off_start=True), data())
-
-    def learned(base: BaseModel) -> tuple[int, list[list[float]]]:
-        trainer = Learner(base, rank=4, alpha=8)
-        lora_b_from(5, trainer.model)
-        trainer.forward_backward(rows)
-        trainer.optim_step()
-        return trainer.token_budget, trainer.forward(rows)
-
-    expected = learned(base_model())
-    with pretended_mps() as mps:
-        base = base_model()
-        found = learned(replace(base, model=base.model.to(mps), device=mps))
-    assert found == expected
