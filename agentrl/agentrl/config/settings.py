@@ -86,6 +86,15 @@ class EvalEvaluationSettings(EvaluationSettings):
     """Tasks to evaluate on: a JSON-lines file, one object a line."""
 
 
+class CheckSettings(Table):
+    """The rollouts of ``agentrl check``."""
+
+    tasks: Count = 4
+    """Tasks to try: those of the first steps of a training with the same seed."""
+    samples: Annotated[int, Field(ge=2)] = 8
+    """Rollouts per task."""
+
+
 class RunnerSettings(Table):
     """The processes that run the agent."""
 

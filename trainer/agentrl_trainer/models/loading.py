@@ -112,7 +112,7 @@ def load_base(
         ModelError: the model cannot be loaded or used.
     """
     config, tokenizer, load = _load_config(name, trust_remote_code)
-    target = _device(device)
+    target = choose_device(device)
     kind: Any = torch.float32 if target.type == "cpu" else "auto"
     if dtype != "auto" and not isinstance(kind := getattr(torch, dtype, None), torch.dtype):
         raise ModelError(f"dtype: {dtype!r} is unknown; use auto, float32, bfloat16 or float16.")
@@ -270,7 +270,7 @@ def _eos_ids(generation: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[i
     return frozenset(int(i) for i in (*ids, tokenizer.eos_token_id) if isinstance(i, int))
 
 
-def _device(device: str) -> torch.device:
+def choose_device(device: str) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
