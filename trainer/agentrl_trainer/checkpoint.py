@@ -49,7 +49,7 @@ class Rng:
 
     python: Json
     numpy: Json
-    torch: dict[str, Tensor]  # "cpu", "cuda:0", ...
+    torch: dict[str, Tensor]  # "cpu", "cuda:0", ..., "mps"
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +165,8 @@ def capture_rng() -> Rng:
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states |= {f"cuda:{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
+    if torch.backends.mps.is_available():
+        states["mps"] = torch.mps.get_rng_state()
     python: Json = dict(zip(_PYTHON, random.getstate(), strict=True))
     legacy: Any = np.random.get_state()
     numpy = dict(zip(_NUMPY, legacy, strict=True)) | {"keys": legacy[1].tolist()}
@@ -179,6 +181,9 @@ def restore_rng(rng: Rng) -> None:
     for device, state in rng.torch.items():
         if device == "cpu":
             torch.set_rng_state(state)
+        elif device == "mps":
+            if torch.backends.mps.is_available():
+                torch.mps.set_rng_state(state)
         elif int(device.removeprefix("cuda:")) < torch.cuda.device_count():
             torch.cuda.set_rng_state(state, device)
 

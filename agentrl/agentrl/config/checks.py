@@ -65,6 +65,11 @@ def length_normalization(
     return algorithm.length_normalization or by_default
 
 
+def compares_groups(algorithm: AlgorithmSettings) -> bool:
+    """Tell whether the estimator learns from differences within groups alone."""
+    return algorithm.estimator not in ("reinforce", "gae")
+
+
 # ---- agentrl train
 
 
@@ -96,7 +101,7 @@ def check_train(config: TrainConfig) -> None:
         for key in ("std_ddof", "std_epsilon"):
             needs[f"{table}.{key}"] = False, f"{table}.normalize_std"
     _check_effect(config, needs)
-    compares = estimator not in ("reinforce", "gae")  # the rollouts of a group
+    compares = compares_groups(algorithm)
     size, least = rollouts.group_size, max(2, rollouts.min_group)
     _refuse(
         (algorithm.off_policy != "train" and config.sampler.temperature == 0,

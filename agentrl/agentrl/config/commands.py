@@ -107,6 +107,14 @@ class TrainConfig(ModelCommand):
         return self
 
 
+class CheckConfig(TrainConfig):
+    """A look at a training before its first step: its settings, and how much to try."""
+
+    short_flags = _short("check.tasks=check-tasks check.samples") | TrainConfig.short_flags
+
+    check: settings.CheckSettings = settings.CheckSettings()
+
+
 class EvalConfig(ModelCommand):
     """An evaluation."""
 
@@ -218,6 +226,7 @@ class JoinConfig(_Command):
 
 COMMANDS: dict[str, type[_Command]] = {
     "train": TrainConfig,
+    "check": CheckConfig,
     "eval": EvalConfig,
     "run": RunConfig,
     "serve": ServeConfig,

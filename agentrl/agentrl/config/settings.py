@@ -86,6 +86,15 @@ class EvalEvaluationSettings(EvaluationSettings):
     """Tasks to evaluate on: a JSON-lines file, one object a line."""
 
 
+class CheckSettings(Table):
+    """The rollouts of ``agentrl check``."""
+
+    tasks: Count = 4
+    """Tasks to try: those of the first steps of a training with the same seed."""
+    samples: Annotated[int, Field(ge=2)] = 8
+    """Rollouts per task."""
+
+
 class RunnerSettings(Table):
     """The processes that run the agent."""
 
@@ -177,7 +186,7 @@ class LearningSettings(Table):
     max_length: Annotated[int, Field(ge=2)] | None = None
     """Longest trajectory in tokens; by default the model's context."""
     micro_batch_tokens: Annotated[int, Field(ge=64)] | None = None
-    """Tokens per forward pass; lower saves memory. By default 4096 on a CPU, 16384 on a GPU."""
+    """Tokens per forward pass; lower saves memory. By default 16384 on CUDA, else 4096."""
     gradient_checkpointing: bool = False
     """Recompute layers in the backward pass to save memory."""
 
@@ -188,7 +197,7 @@ class ModelSettings(Table):
     name: Annotated[str, Field(min_length=1)] = "agentrl-tiny"
     """Base model: agentrl-tiny or smollm2-135m (built in), a folder, or a Hugging Face name."""
     device: str = "auto"
-    """Torch device of sampler and trainer: auto, cpu, cuda, cuda:1, ..."""
+    """Torch device of sampler and trainer: auto, cpu, cuda, cuda:1, mps, ..."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of the base model; the adapter trains in float32."""
     cores: Count | None = None

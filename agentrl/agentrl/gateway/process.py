@@ -72,6 +72,7 @@ class GatewayPlan(Table):
     operator_key: str | None = None
     adapters: tuple[str, ...] = ()  # all adapters, by the names that agents request
     default_adapter: str | None = None  # answers for unknown models; None: the base model does
+    base_names: tuple[str, ...] = ()  # further names for the base model
     agents: dict[str, str] = Field(default_factory=dict[str, str])  # adapter by agent (role)
     adapter_paths: dict[str, Path] = Field(default_factory=dict[str, Path])
     """PEFT folders of fixed adapters, version 0, where no run makes versions."""
@@ -162,7 +163,8 @@ def _ready_app(plan: GatewayPlan, ending: contextlib.ExitStack) -> FastAPI:
         store=store,
         writer=writer,
         boot_id=boot_id,
-        models={plan.model.name: None} | {name: name for name in plan.adapters},
+        models=dict.fromkeys((plan.model.name, *plan.base_names))
+        | {name: name for name in plan.adapters},
         agents=plan.agents,
         default_adapter=plan.default_adapter,
         provider_models=others,

@@ -23,6 +23,7 @@ from agentrl.config.checks import greedy_note
 from agentrl.config.commands import TrainConfig
 from agentrl.config.loading import steps_of
 from agentrl.console.live import TrainDisplay
+from agentrl.findings import StepNotes
 from agentrl.guards.budget import BudgetSpentError
 from agentrl.guards.run_guards import Guards
 from agentrl.process_privacy import private_files
@@ -98,7 +99,7 @@ def train_step(run: TrainingRun, step: int) -> None:
         trained = dict.fromkeys(whole.trained, step)
         run.store.settle(trained=trained, skipped=whole.skipped, calls=calls)
     outcomes = run.store.outcomes(run.run_id, step=step, purpose=Purpose.TRAIN)
-    report_step_failures(run, taken.rollouts, whole, outcomes)
+    report_step_failures(run, step, taken.rollouts, calls, whole, outcomes)
     row = step_row(step, taken, calls, batches, passes, outcomes, run.records.staleness)
     row |= {"learning_rate": run.learning_rate(step), **seconds_row(timer), **seconds_row(parts)}
     run.guards.after_step(row, calls, taken.rollouts, whole.rewards)
@@ -219,6 +220,7 @@ class TrainingRun:
             session, config, task_ids, steps=self.steps, staleness=self.records.staleness,
             teaches=self.records.teaches,
         )  # fmt: skip
+        self.notes = StepNotes(display.note, self._backend.tokenizer)
         self.saved: dict[str, str] = {}  # path of each adapter's newest version
         self.guards = Guards(
             config, self.folder, self.store, self.run_id, started=session.started,

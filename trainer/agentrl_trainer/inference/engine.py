@@ -105,7 +105,7 @@ class SamplerEngine:
             grammars=self.grammars,
             scorer=Scorer(base),
             max_batch=max_batch,
-            prefill_chunk=prefill_chunk or (512 if base.device.type == "cpu" else 4096),
+            prefill_chunk=prefill_chunk or (4096 if base.device.type == "cuda" else 512),
         )
         self._unseeded = itertools.count()
         self._after_round = after_round
