@@ -11,7 +11,7 @@ REAL_RUN ?= hello-real
 # Three test processes, also on two cores: most tests wait for processes that they start.
 PYTEST ?= -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo demo-real examples test check docs site packages clients frameworks vllm tinker trackers \
+.PHONY: help demo demo-real examples test check docs site packages clients frameworks vllm tinker trackers guards \
 	litellm-proxy mutations chaos lock clean
 .DEFAULT_GOAL := help
 
@@ -28,6 +28,7 @@ help:
 	@echo "make packages   install the wheel with each extra in a fresh environment"
 	@echo "make clients    clients of other versions, from npm and PyPI"
 	@echo "make frameworks train two steps with an agent of each framework (20 minutes)"
+	@echo "make guards     train runs that end early: budgets, alerts, going back (3 minutes)"
 	@echo "make vllm tinker trackers litellm-proxy   need another environment: see CONTRIBUTING.md"
 	@echo "make mutations  remove each rule of the library; each removal must fail a test"
 	@echo "make chaos      kill processes of runs at random, KILLS=100 of each kind; check the books"
@@ -61,7 +62,7 @@ site: $(VENV)/.dev
 packages: $(VENV)/.dev
 	@$(BIN)/python scripts/check_packages.py $(EXTRAS)
 
-clients frameworks vllm tinker trackers litellm-proxy: $(VENV)/.dev
+clients frameworks guards vllm tinker trackers litellm-proxy: $(VENV)/.dev
 	@$(BIN)/python -m pytest -m $(subst -,_,$@)
 
 mutations: $(VENV)/.dev

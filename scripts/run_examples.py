@@ -29,9 +29,10 @@ PYTHON = sys.executable
 
 @dataclass(frozen=True)
 class Example:
-    """``config``: below examples/; ``before``: what the train command is given to; ``needs``.
+    """``config``: below examples/; ``before``: what the train command is given to.
 
-    ``long``: takes an hour, so it runs only when it is named.
+    ``long``: takes an hour, so it runs only when it is named; ``warm_start``: a script and its
+    arguments, whose adapter is merged into the base first.
     """
 
     name: str
@@ -39,10 +40,28 @@ class Example:
     before: tuple[str, ...] = ()
     npm: bool = False
     long: bool = False
+    warm_start: tuple[str, ...] = ()
 
     def command(self) -> list[str]:
         train = [PYTHON, "-m", "agentrl", "train", "--config", f"examples/{self.config}"]
+        if self.warm_start:
+            train += ["--model", str(self.base)]
         return [*self.before, *train, "--runs", str(RUNS), "--name", self.name]
+
+    @property
+    def base(self) -> Path:
+        return RUNS / f"{self.name}-base"
+
+    def prepare(self) -> bool:
+        """Make the base of a warm start; returns whether that went well."""
+        warm = RUNS / f"{self.name}-warm"
+        for folder in (warm, self.base):
+            shutil.rmtree(folder, ignore_errors=True)
+        script, *arguments = self.warm_start
+        tune = [PYTHON, f"examples/{script}", *arguments, "--folder", str(warm)]
+        merge = ["--merged", "--model", "smollm2-135m"]
+        export = [PYTHON, "-m", "agentrl", "export", f"{warm}/adapter", str(self.base), *merge]
+        return all(subprocess.run(one, cwd=ROOT).returncode == 0 for one in (tune, export))
 
 
 ANSWERER = (PYTHON, "examples/twenty_questions/answerer.py", "--")
@@ -55,6 +74,19 @@ EXAMPLES = [
     Example("twenty_questions", "twenty_questions/simple.toml", before=ANSWERER),
     Example("extraction", "extraction/train.toml", long=True),
     Example("catalog", "catalog/train.toml", long=True),
+    Example(
+        "react_tools",
+        "react_tools/train.toml",
+        long=True,
+        warm_start=("react_tools/warm_start.py",),
+    ),
+    Example(
+        "twenty_questions_real",
+        "twenty_questions/real_simple.toml",
+        before=ANSWERER,
+        long=True,
+        warm_start=("twenty_questions/warm_start.py", "--simple"),
+    ),
 ]
 
 
@@ -67,6 +99,8 @@ def run(example: Example) -> dict[str, str]:
         folder = ROOT / "examples" / "node_agent"
         if subprocess.run(["npm", "ci", "--no-audit", "--no-fund"], cwd=folder).returncode:
             return {"example": example.name, "problem": "npm ci failed"}
+    if example.warm_start and not example.prepare():
+        return {"example": example.name, "problem": "the warm start failed"}
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     # No OMP_NUM_THREADS and the like: as a newcomer would run it.
     done = subprocess.run(example.command(), cwd=ROOT, check=False)

@@ -84,43 +84,5 @@ def vocabulary(case: str) -> int:
     return 151_936 if case.startswith("vocabulary") else 2048
 
 
-_QWEN3 = {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 32768,
-          "tie_word_embeddings": True, "vocab": 151_936}  # fmt: skip
-SHAPES = {
-    "qwen3-0.6b": _QWEN3 | {
-        "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16,
-        "intermediate_size": 3072,
-    },
-    "qwen3-4b": _QWEN3 | {
-        "hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32,
-        "intermediate_size": 9728,
-    },
-    "tiny": {
-        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96,
-        "max_position_embeddings": 32768, "tie_word_embeddings": True, "vocab": 512,
-    },
-}  # fmt: skip
-"""Qwen3's, from the configurations on Hugging Face; tiny tries the script out."""
-GPU_RANK = 32
-
-
-def _of_size(shape: str, full: int, tiny: int) -> int:
-    return tiny if shape == "tiny" else full
-
-
-GPU_CASES = {
-    "8x8, 512+256": lambda shape: groups(
-        _of_size(shape, 8, 2), 8, 512, _of_size(shape, 256, 16), SHAPES[shape]["vocab"]
-    ),
-    "agent, a row per rollout": lambda shape: agent(
-        8, 600, _of_size(shape, 12, 2), 100, 60, SHAPES[shape]["vocab"]
-    ),
-    "agent, a row per call": lambda shape: by_call(
-        agent(8, 600, _of_size(shape, 12, 2), 100, 60, SHAPES[shape]["vocab"])
-    ),
-}
-
-
 def _ids(draw: random.Random, count: int, vocabulary: int) -> list[int]:
     return [draw.randrange(vocabulary) for _ in range(count)]

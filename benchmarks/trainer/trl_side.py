@@ -23,16 +23,13 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
 
 
-def trainer_for(
-    model, scratch: str, *, rank: int = RANK, use_cpu: bool = True,
-    gradient_checkpointing: bool = False,
-) -> GRPOTrainer:  # fmt: skip
+def trainer_for(model, scratch: str) -> GRPOTrainer:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.BPE()), pad_token="<pad>", eos_token="<eos>"
     )
     config = GRPOConfig(
-        output_dir=scratch, per_device_train_batch_size=8, num_generations=8, use_cpu=use_cpu,
-        bf16=False, gradient_checkpointing=gradient_checkpointing, report_to="none",
+        output_dir=scratch, per_device_train_batch_size=8, num_generations=8, use_cpu=True,
+        bf16=False, gradient_checkpointing=False, report_to="none",
         disable_tqdm=True, loss_type="dapo", scale_rewards="none", beta=0.0, max_steps=1,
         logging_strategy="no", save_strategy="no",
     )  # fmt: skip
@@ -43,8 +40,8 @@ def trainer_for(
         train_dataset=Dataset.from_dict({"prompt": ["a"] * 8}),
         processing_class=tokenizer,
         peft_config=LoraConfig(
-            r=rank,
-            lora_alpha=rank,
+            r=RANK,
+            lora_alpha=RANK,
             lora_dropout=0.0,
             target_modules="all-linear",
             task_type="CAUSAL_LM",

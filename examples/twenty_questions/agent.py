@@ -23,6 +23,7 @@ from typing import Any, Literal
 from crewai import LLM, Agent
 from crewai.flow.flow import Flow, listen, or_, router, start
 from crewai.tools import tool
+from crewai.utilities.types import LLMMessage
 from crewai_core.printer import set_suppress_console_output
 from openai import OpenAI
 from pydantic import BaseModel
@@ -42,8 +43,12 @@ class Verdict(BaseModel):
 
 
 class Turn(BaseModel):
-    question: str
+    reply: str  # of the player, as it is
     answer: Literal["yes", "no", "n/a"]
+
+    @property
+    def question(self) -> str:
+        return " ".join(self.reply.split())
 
 
 class Game(BaseModel):
@@ -51,7 +56,7 @@ class Game(BaseModel):
 
     noun: str = ""
     target: str = ""
-    question: str = ""
+    reply: str = ""  # of the player, to which there is no answer yet
     turns: list[Turn] = []
     won: bool = False
 
@@ -65,6 +70,7 @@ class Rules:
     player: dict[str, Any]  # CrewAI's Agent
     max_tokens: int
     prompt: str = "{history}"
+    system: str = ""  # then the game is one conversation, and each call continues it
 
 
 FULL = Rules(
@@ -93,6 +99,43 @@ SIMPLE = Rules(
     },
     max_tokens=24,
 )
+# The same games for a model of some hundred million parameters. CrewAI's own prompts are too long
+# for it, and 20 of them cost much: here the game is one conversation, and only its end is new.
+CONVERSATION = {
+    "role": "Player",
+    "goal": "-",
+    "backstory": "-",
+    "use_system_prompt": False,
+    "system_template": "Answer:",
+    "prompt_template": "{input}",
+}
+SMALL_SIMPLE = Rules(
+    max_turns=3,
+    names_category=True,
+    player=CONVERSATION,
+    max_tokens=16,
+    system="I think of a word. Is it an animal, clothing, food or a vehicle? Find out with three "
+    "short yes-or-no questions.",
+)
+SMALL_FULL = Rules(
+    max_turns=20,
+    names_category=False,
+    player=CONVERSATION,
+    max_tokens=16,
+    system="We play 20 Questions. I think of an animal, clothing, food, furniture, an instrument, "
+    "a place, a tool or a vehicle. Ask short yes-or-no questions until you can name it.",
+)
+
+
+def conversation(rules: Rules, turns: list[tuple[str, str]]) -> list[LLMMessage]:
+    """Return a game so far, with a message for each question and each answer."""
+    said = ["Ask your first question.", *(answer for _, answer in turns)]
+    messages: list[LLMMessage] = [{"role": "system", "content": rules.system}]
+    for answer, (question, _) in zip(said, turns, strict=False):
+        # CrewAI writes the last answer into its template; these have to read the same.
+        messages.append({"role": "user", "content": f"Answer:\n{answer}"})
+        messages.append({"role": "assistant", "content": question})
+    return [*messages, {"role": "user", "content": said[-1]}]
 
 
 def model(name: str, **settings: Any) -> LLM:
@@ -149,29 +192,35 @@ class TwentyQuestions(Flow[Game]):
 
     @listen(or_(deal, "again"))
     async def ask(self) -> None:
-        history = "\n".join(f"{turn.question} {turn.answer}" for turn in self.state.turns)
-        left = self.rules.max_turns - len(self.state.turns)
-        prompt = self.rules.prompt.format(history=history or "none", left=left)
+        turns = [(turn.reply, turn.answer) for turn in self.state.turns]
+        asked = conversation(self.rules, turns) if self.rules.system else self.prompt()
         try:
-            reply = (await self.player.kickoff_async(prompt)).raw
+            self.state.reply = (await self.player.kickoff_async(asked)).raw
         except ValueError as error:
             if "None or empty" not in str(error):
                 raise
-            reply = ""  # CrewAI raises on an empty reply; it counts as a question
-        self.state.question = " ".join(reply.split())
+            self.state.reply = ""  # CrewAI raises on an empty reply; it counts as a question
+
+    def prompt(self) -> str:
+        """Return the game so far in one message."""
+        history = "\n".join(f"{turn.question} {turn.answer}" for turn in self.state.turns)
+        left = self.rules.max_turns - len(self.state.turns)
+        return self.rules.prompt.format(history=history or "none", left=left)
 
     @listen(ask)
     async def answer(self) -> None:
+        turn = Turn(reply=self.state.reply, answer="n/a")
         secret = (
             f'The secret word is "{self.state.noun}". The player wins by naming '
             f'"{self.state.target}": correct is true only if the question does.\n'
-            f"Question: {self.state.question}"
+            f"Question: {turn.question}"
         )
         reply = await self.answerer.kickoff_async(secret, response_format=Verdict)
         verdict = reply.pydantic
         if not isinstance(verdict, Verdict):
             raise ValueError(f"the answerer gave no verdict: {reply.raw!r}")
-        self.state.turns.append(Turn(question=self.state.question, answer=verdict.yes_or_no))
+        turn.answer = verdict.yes_or_no
+        self.state.turns.append(turn)
         self.state.won = verdict.correct
 
     @router(answer)
@@ -208,3 +257,13 @@ async def agent(task: dict[str, Any], rules: Rules = FULL) -> None:
 async def simple(task: dict[str, Any]) -> None:
     """The game for a tiny model: few questions, the noun's category, a bare prompt."""
     await agent(task, SIMPLE)
+
+
+async def small(task: dict[str, Any]) -> None:
+    """The whole game with short prompts."""
+    await agent(task, SMALL_FULL)
+
+
+async def small_simple(task: dict[str, Any]) -> None:
+    """The simple game with prompts for a pretrained model."""
+    await agent(task, SMALL_SIMPLE)

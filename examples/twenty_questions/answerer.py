@@ -52,6 +52,8 @@ ATTRIBUTES = {
     "moves": r"\bmove",
     "alive": r"\b(alive|living|live)\b",
 }
+# Where a single word would answer another question than the one asked.
+UNREADABLE = re.compile(r"\bthan\b(?! a car\b)|\b(two|three|four|six|eight)\b")
 CATEGORIES = {
     "animal": "animal animals",
     "food": "food",
@@ -108,6 +110,8 @@ def verdict(noun: str, target: str, question: str) -> dict[str, Any]:
             )
     if re.search(r"\bnot\b|n't\b", asked):
         return _verdict("A negated question has no clear answer.", None, False)
+    if UNREADABLE.search(asked):
+        return _verdict("I compare with cars only and do not count.", None, False)
     for attribute, pattern in ATTRIBUTES.items():
         if re.search(pattern, asked):
             holds = attribute in secret["attributes"]

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from agent import FULL, SIMPLE, Rules, play
+from agent import FULL, SIMPLE, SMALL_FULL, SMALL_SIMPLE, Rules, play
 
 HERE = Path(__file__).parent
 SPLITS = ("train", "test")
@@ -60,7 +60,7 @@ async def evaluate(
         print(f"{row['noun']}: {'won' if game.won else 'lost'} in {len(game.turns)}", flush=True)
         return Result(split, row["category"], row["noun"], game.won, len(game.turns))
 
-    prefix = "simple_" if rules is SIMPLE else ""
+    prefix = "simple_" if rules.names_category else ""
     games = [
         (split, row)
         for split in splits
@@ -88,17 +88,19 @@ def table(results: list[Result]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Win rates of 20 Questions.")
-    parser.add_argument("--simple", action="store_true", help="the variant for a tiny model")
+    parser.add_argument("--simple", action="store_true", help="three questions, the category")
+    parser.add_argument("--small", action="store_true", help="the prompts of real*.toml")
     parser.add_argument("--split", choices=SPLITS, help="only this one")
     parser.add_argument("--repeat", type=int, default=1, help="games per noun")
     parser.add_argument("--per-category", type=int, help="only so many nouns of each category")
     parser.add_argument("--parallel", type=int, default=4, help="games at once")
     parser.add_argument("--json", type=Path, help="write every game to this file, as JSON lines")
     args = parser.parse_args()
+    simple, full = (SMALL_SIMPLE, SMALL_FULL) if args.small else (SIMPLE, FULL)
     results = asyncio.run(
         evaluate(
             [args.split] if args.split else SPLITS,
-            SIMPLE if args.simple else FULL,
+            simple if args.simple else full,
             repeat=args.repeat,
             per_category=args.per_category,
             parallel=args.parallel,

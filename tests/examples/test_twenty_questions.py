@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import subprocess
 import sys
 from collections import Counter
@@ -71,6 +72,8 @@ def test_two_hundred_nouns_in_eight_categories_each_split_twenty_to_five() -> No
         ("owl", "is it owl", "yes", True),
         ("owl", "Is it not alive?", "n/a", False),
         ("owl", "What is it?", "n/a", False),
+        ("owl", "Does it have four legs?", "n/a", False),
+        ("lamp", "Is it bigger than a house?", "n/a", False),
         ("shirt", "Can you wear it?", "yes", False),
         ("piano", "Is it a musical instrument?", "yes", False),
         ("car", "Does it have wheels?", "yes", False),
@@ -97,6 +100,20 @@ def test_the_rules_understand_every_question_that_the_tiny_model_knows(
     assert not answerer.verdict("bread", "food", "Can you eat it?")["correct"]
 
 
+@pytest.mark.parametrize(("simple", "longest"), [(True, 3), (False, 20)])
+def test_the_clumsy_player_is_understood_and_names_no_test_noun(
+    answerer: ModuleType, simple: bool, longest: int
+) -> None:
+    clumsy = import_module("clumsy")
+    rng = random.Random(0)
+    games = [clumsy.game(rng, simple=simple) for _ in range(200)]
+    assert max(map(len, games)) == longest
+    assert min(map(len, games)) < longest  # a game ends when it is won
+    assert {answer for turns in games for _, answer in turns} == {"yes", "no"}
+    words = {word for turns in games for asked, _ in turns for word in asked.strip("?").split()}
+    assert not words & {row["noun"] for row in rows("test")}
+
+
 def test_the_search_model_knows_training_nouns_only(answerer: ModuleType) -> None:
     found = answerer.search("a vehicle that can fly")
     assert "plane" in found
@@ -108,7 +125,17 @@ def test_the_search_model_knows_training_nouns_only(answerer: ModuleType) -> Non
 
 
 @pytest.fixture
-def endpoint(answerer: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def conversations() -> list[list[dict[str, str]]]:
+    """The messages of each call of the scripted player."""
+    return []
+
+
+@pytest.fixture
+def endpoint(
+    answerer: ModuleType,
+    conversations: list[list[dict[str, str]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[str]:
     """The offline server, with a scripted player: it asks for the categories in turn."""
     names = ["food", "an animal", "a vehicle", "clothing", "a tool"]
     plain = answerer.reply
@@ -116,8 +143,9 @@ def endpoint(answerer: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     def reply(request: dict[str, Any]) -> str:
         if request["model"] != "player":
             return plain(request)
-        prompt = request["messages"][-1]["content"]
-        asked = sum(f"Is it {name}?" in prompt for name in names)
+        conversations.append(request["messages"])
+        # After the last "first question": the ones before it are the prompt's example.
+        asked = str(request["messages"]).split("first question")[-1].count("Is it ")
         return f"Is it {names[asked]}?" if asked < len(names) else "Is it a dog?"
 
     monkeypatch.setattr(answerer, "reply", reply)
@@ -130,7 +158,9 @@ def endpoint(answerer: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     thread.join()
 
 
-def test_evaluate_needs_no_agentrl_and_any_endpoint_will_do(endpoint: str, tmp_path: Path) -> None:
+def test_evaluate_needs_no_agentrl_and_any_endpoint_will_do(
+    endpoint: str, conversations: list[list[dict[str, str]]], tmp_path: Path
+) -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith("AGENTRL_")}
     env |= {
         "OPENAI_BASE_URL": endpoint, "OPENAI_API_KEY": "none", "PLAYER_MODEL": "player",
@@ -138,9 +168,9 @@ def test_evaluate_needs_no_agentrl_and_any_endpoint_will_do(endpoint: str, tmp_p
         "CREWAI_TRACING_ENABLED": "false", "CREWAI_STORAGE_DIR": str(tmp_path),
     }  # fmt: skip
     games = tmp_path / "games.jsonl"
-    argv = [sys.executable, str(EXAMPLE / "evaluate.py"), "--simple", "--per-category", "1"]
+    argv = [sys.executable, str(EXAMPLE / "evaluate.py"), "--simple", "--small", "--per-category"]
     done = subprocess.run(
-        [*argv, "--json", str(games)], env=env, capture_output=True, text=True, timeout=150
+        [*argv, "1", "--json", str(games)], env=env, capture_output=True, text=True, timeout=150
     )
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in games.read_text().splitlines()]
@@ -150,6 +180,12 @@ def test_evaluate_needs_no_agentrl_and_any_endpoint_will_do(endpoint: str, tmp_p
     assert {row["category"]: row["turns"] for row in found} == turns
     assert {row["category"] for row in found if row["won"]} == {"food", "animal", "vehicle"}
     assert "75% (3/4)" in done.stdout.splitlines()[-2]
+    # Each call continues the conversation of an earlier one.
+    assert len(conversations) == sum(row["turns"] for row in found)
+    for messages in conversations:
+        assert messages[0]["role"] == "system"
+        if "first question" not in messages[-1]["content"]:
+            assert messages[:-2] in conversations
 
 
 def test_player_trains_and_answerer_is_recorded(tmp_path: Path) -> None:

@@ -74,6 +74,12 @@ def test_the_last_k_are_kept_and_torn_ones_do_not_count(tmp_path: Path) -> None:
             save(tmp_path, step, keep=keep)
 
 
+def test_one_step_stays_beside_the_newest(tmp_path: Path) -> None:
+    for step in range(1, 7):
+        save(tmp_path, step, keep=2, keep_step=2)
+    assert names(tmp_path) == ["step-00000002", "step-00000005", "step-00000006"]
+
+
 def test_steps_are_ordered_as_numbers(tmp_path: Path) -> None:
     save(tmp_path, 99_999_999)
     save(tmp_path, 100_000_000)

@@ -49,7 +49,7 @@ class Rng:
 
     python: Json
     numpy: Json
-    torch: dict[str, Tensor]  # "cpu", "cuda:0", ...
+    torch: dict[str, Tensor]  # "cpu", "cuda:0", ..., "mps"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +75,10 @@ def save_checkpoint(
     tensors: Mapping[str, Tensor],
     meta: Mapping[str, Any],
     keep: int = 2,
+    keep_step: int | None = None,
 ) -> Path:
-    """Write checkpoint ``step`` with the current random states; keep the ``keep`` newest.
+    """Write checkpoint ``step`` with the current random states; keep the ``keep`` newest, and
+    ``keep_step``.
 
     A checkpoint of the same step (from before a resume) is replaced. Later ones belong to a history
     that the run has left: they are renamed, and ``latest_checkpoint`` ignores them. ``meta`` must
@@ -104,7 +106,7 @@ def save_checkpoint(
     for at, folder in _steps(root):
         if at > step:
             os.rename(folder, root / f"{_SUPERSEDED}{folder.name}-{uuid.uuid4().hex[:8]}")
-        elif whole >= keep:
+        elif whole >= keep and at != keep_step:
             shutil.rmtree(_discard(folder), ignore_errors=True)
         else:
             # No run could resume from a torn one. To hash everything at each save costs too much.
@@ -163,6 +165,8 @@ def capture_rng() -> Rng:
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states |= {f"cuda:{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
+    if torch.backends.mps.is_available():
+        states["mps"] = torch.mps.get_rng_state()
     python: Json = dict(zip(_PYTHON, random.getstate(), strict=True))
     legacy: Any = np.random.get_state()
     numpy = dict(zip(_NUMPY, legacy, strict=True)) | {"keys": legacy[1].tolist()}
@@ -177,6 +181,9 @@ def restore_rng(rng: Rng) -> None:
     for device, state in rng.torch.items():
         if device == "cpu":
             torch.set_rng_state(state)
+        elif device == "mps":
+            if torch.backends.mps.is_available():
+                torch.mps.set_rng_state(state)
         elif int(device.removeprefix("cuda:")) < torch.cuda.device_count():
             torch.cuda.set_rng_state(state, device)
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from agentrl.capacity import choose_runners
 from agentrl.cli import Tokens
-from agentrl.cli.fixed_model import execute
+from agentrl.cli.fixed_model import fixed_model
 from agentrl.config.checks import greedy_note
 from agentrl.config.commands import EvalConfig
 from agentrl.config.loading import load, load_tasks
@@ -59,13 +59,10 @@ def eval_command(*tokens: Tokens) -> None:
         print_line((why, "dim"))
     if note := greedy_note(how.samples, how.temperature):
         print_sentences(f"note: {note}")
-    session, rollouts, calls = execute(
-        config,
-        "eval",
-        tasks,
-        lambda ids: plan_evaluation(ids, 0, how, config.run.seed),
-        asks_for=model.adapter if model.answered_by else None,
-    )
+    asks_for = model.adapter if model.answered_by else None
+    with fixed_model(config, "eval", tasks, asks_for) as made:
+        rollouts = made.execute(plan_evaluation(made.task_ids, 0, how, config.run.seed))
+    session = made.session
     rewards = session.store.rewards([rollout.id for rollout in rollouts])
     session.store.close()
     scores = score(rollouts, rewards, how.success_reward)
@@ -73,7 +70,7 @@ def eval_command(*tokens: Tokens) -> None:
     # Answers of another model that were sampled without a setting of the evaluation, by setting.
     refused = Counter(
         name
-        for call in calls
+        for call in made.calls
         if model.answered_by and call.model == model.adapter
         for name in call.params.get("not_enforced") or ()
     )

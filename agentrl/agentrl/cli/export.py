@@ -12,7 +12,7 @@ from agentrl.interrupts import end_in_order
 
 
 def export_command(
-    source: Annotated[str, Parameter(help="A run folder, RUN@STEP, or a PEFT folder.")],
+    source: Annotated[str, Parameter(help="A run folder, RUN@STEP, RUN@best, or a PEFT folder.")],
     out: Annotated[Path, Parameter(help="Folder to write; it must not exist.")],
     *,
     merged: Annotated[bool, Parameter(help="Merge the adapter into the base model.")] = False,
@@ -31,6 +31,8 @@ def export_command(
             source, out, merged=merged, model=model, adapter=adapter,
             trust_remote_code=trust_remote_code,
         )  # fmt: skip
+    if exported.which:
+        print_line(exported.which)
     kind = "model" if exported.merged else "adapter"
     print_line(f"{kind} written to {exported.folder}; serve it with one of:")
     for server, commands in exported.servers.items():

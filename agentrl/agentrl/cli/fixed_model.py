@@ -2,50 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from rich.progress import Progress
 
-from agentrl.config.commands import EvalConfig, RunConfig
+from agentrl.config.commands import CheckConfig, EvalConfig, RunConfig
 from agentrl.config.settings import AdapterSettings
 from agentrl.console.output import console, print_sentences
 from agentrl.interrupts import end_in_order
+from agentrl.runs.best_adapter import which_adapter
 from agentrl.runs.folder import RunFolder, adapter_folders
 from agentrl.training.session import Session
 from agentrl_tracer.schemas import Call, Json, NewRollout, Rollout, SkipReason
 
 
-def execute(
-    config: EvalConfig | RunConfig,
+@dataclass(slots=True)
+class FixedModel:
+    """What executes rollouts."""
+
+    session: Session
+    task_ids: list[str]
+    calls: list[Call] = field(default_factory=list[Call])
+    """Of all rollouts, in the end."""
+    _progress: Progress = field(default_factory=lambda: Progress(console=console, transient=True))
+    _made: list[str] = field(default_factory=list[str])
+
+    def execute(self, planned: Sequence[NewRollout]) -> list[Rollout]:
+        bar = self._progress.add_task("rollouts", total=len(planned))
+        rollouts = self.session.execute(
+            planned, lambda done, _: self._progress.update(bar, completed=done)
+        )
+        self._progress.remove_task(bar)
+        self._made += [rollout.id for rollout in rollouts]
+        return rollouts
+
+
+@contextlib.contextmanager
+def fixed_model(
+    config: CheckConfig | EvalConfig | RunConfig,
     kind: str,
     tasks: Sequence[Json],
-    plan: Callable[[list[str]], Sequence[NewRollout]],
-    asks_for: str | None,
-) -> tuple[Session, list[Rollout], list[Call]]:
-    """Execute rollouts with the model or the adapters that the settings name.
+    asks_for: str | None = None,
+) -> Iterator[FixedModel]:
+    """Run gateway and runners with the model or the adapters that the settings name.
 
-    Returns the session, whose store the caller closes, the rollouts and their calls.
+    The caller closes the session's store, which can be read afterwards.
 
     Args:
-        kind: ``eval`` or ``run``.
-        plan: returns the rollouts of tasks, which it gets by their ids.
+        kind: ``check``, ``eval`` or ``run``.
         asks_for: the model that the agent is told to ask for; by default the run's own.
     """
-    adapters = adapter_folders(config, config.model.adapter_path)
-    config.adapters = config.adapters or {name: AdapterSettings() for name in adapters}
+    adapters: dict[str, Path] = {}
+    if not isinstance(config, CheckConfig):
+        adapters = adapter_folders(config, config.model.adapter_path)
+        if said := which_adapter(config.model.adapter_path, adapters):
+            print_sentences(said)
+        config.adapters = config.adapters or {name: AdapterSettings() for name in adapters}
     folder = RunFolder.create(config.run.folder, None, kind)
     session = Session(folder, config, kind, adapter_paths=adapters, asks_for=asks_for)
     end_in_order(lambda: f"recorded so far: {folder.root}")
-    store = session.store
-    planned = plan(store.add_tasks(session.run_id, kind, tasks))
-    with session, Progress(console=console, transient=True) as progress:
-        bar = progress.add_task("starting", total=len(planned))
+    made = FixedModel(session, session.store.add_tasks(session.run_id, kind, tasks))
+    with session, made._progress as progress:
+        bar = progress.add_task("starting", total=None)
         session.wait_ready(print_sentences)
-        rollouts = session.execute(
-            planned,
-            lambda done, _: progress.update(bar, completed=done, description="rollouts"),
-        )
+        progress.remove_task(bar)
+        yield made
         session.tell_lost_spans(print_sentences, last=True)
-    calls = session.skip_calls([rollout.id for rollout in rollouts], SkipReason.EVALUATION)
-    store.end_run(session.run_id, "finished")
-    return session, rollouts, calls
+    made.calls = session.skip_calls(made._made, SkipReason.EVALUATION)
+    session.store.end_run(session.run_id, "finished")

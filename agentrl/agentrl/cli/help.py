@@ -13,7 +13,7 @@ from agentrl.console.output import console, print_block
 
 _OWN = {
     "--config": "TOML or YAML file of settings.",
-    "--resume": "Run folder to continue; other flags win over its settings.",
+    "--resume": "Run folder to continue, RUN@STEP or RUN@best; other flags win over its settings.",
     "--help-all": "Show all settings: each is also a key of a file and an environment variable.",
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from agentrl.cli import Tokens
-from agentrl.cli.fixed_model import execute
+from agentrl.cli.fixed_model import fixed_model
 from agentrl.config.commands import RunConfig
 from agentrl.config.loading import load
 from agentrl.config.settings import OtherModelSettings
@@ -35,13 +35,10 @@ def run_command(*tokens: Tokens) -> None:
         model.name, model.adapter = str(MODEL_DIR), "no-adapter"
         config.gateway.accept_any_model = False  # other names get 404, not the built-in model
     seed = rollout_seed(config.run.seed, "run")
-    session, [rollout], _ = execute(
-        config,
-        "run",
-        [config.agent.task],
-        lambda ids: [NewRollout(ids[0], "run", Purpose.EVAL, step=0, index=0, seed=seed)],
-        asks_for,
-    )
+    with fixed_model(config, "run", [config.agent.task], asks_for) as made:
+        new = NewRollout(made.task_ids[0], "run", Purpose.EVAL, step=0, index=0, seed=seed)
+        [rollout] = made.execute([new])
+    session = made.session
     print_block(rollout_trace(session.store, rollout))
     session.store.close()
     print_line((f"recorded in {session.folder.root}", "dim"))

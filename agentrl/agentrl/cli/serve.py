@@ -15,6 +15,7 @@ from agentrl.console.output import console, print_line
 from agentrl.gateway.handle import GatewayHandle, fetch_model
 from agentrl.gateway.process import GatewayPlan
 from agentrl.interrupts import end_in_order
+from agentrl.runs.best_adapter import which_adapter
 from agentrl.runs.folder import adapter_folders
 from agentrl.samplers.vllm.server import planned_server
 from agentrl_proxy.server.listening import bind, url_of
@@ -27,6 +28,8 @@ def serve_command(*tokens: Tokens) -> None:
     fetch_model(config.model.name)
     listen = config.gateway
     adapters = adapter_folders(config, config.model.adapter_path)
+    if said := which_adapter(config.model.adapter_path, adapters):
+        print_line(said)
     try:
         sock = bind(listen.host, listen.port, operator_key=listen.operator_key)
     except (ValueError, OSError) as error:

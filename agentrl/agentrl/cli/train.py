@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import sys
+from collections.abc import Sequence
 from functools import partial
+from typing import NoReturn
 
 from agentrl.capacity import available_cores, choose_runners
 from agentrl.cli import Tokens
 from agentrl.config.checks import check_warmup
 from agentrl.config.commands import TrainConfig
+from agentrl.config.field_types import split_step
 from agentrl.config.loading import load, load_tasks, resume_of, steps_of
 from agentrl.console.live import TrainDisplay
 from agentrl.console.output import console, print_block, print_line
@@ -16,9 +21,9 @@ from agentrl.console.report import serve_command, training_report
 from agentrl.interrupts import end_in_order
 from agentrl.runner.agent_spec import validate_agent
 from agentrl.runs.folder import RunFolder, how_to_fetch
-from agentrl.runs.recorded import how_to_continue
+from agentrl.runs.recorded import SHELL_IN, how_to_continue
 from agentrl.timing import heavy_imports
-from agentrl.training.resume import check_resume, return_to_start, tell_changes
+from agentrl.training.resume import check_resume, go_back, return_to_start, tell_changes
 from agentrl.training.session import Session
 
 
@@ -32,7 +37,8 @@ def train_command(*tokens: Tokens) -> None:
     config, resume = load(TrainConfig, tokens), resume_of(tokens)
     how = config.rollouts
     config.model.cores = min(config.model.cores or available_cores(), available_cores())
-    folder = None if resume is None else RunFolder.existing(resume, "resume")
+    root, step = split_step(resume) if resume else (None, "")
+    folder = None if root is None else RunFolder.existing(root, "resume")
     if folder is not None:
         return_to_start(folder, print_line)
     validate_agent(config.agent.entrypoint, other_python=config.agent.python is not None)
@@ -43,7 +49,10 @@ def train_command(*tokens: Tokens) -> None:
     check_warmup(config.learning.warmup_steps, steps_of(config, tasks))
     if folder is not None:
         folder.lock()
-        tell_changes(check_resume(folder, config, tasks, eval_tasks), print_line)
+        changes = check_resume(folder, config, tasks, eval_tasks)
+        if step:
+            go_back(folder, step)
+        tell_changes(changes, print_line)
     else:
         folder = RunFolder.create(config.run.folder, config.run.name, "train")
     end_in_order(partial(how_to_continue, folder))
@@ -63,9 +72,25 @@ def train_command(*tokens: Tokens) -> None:
 
         summary = train(TrainingRun(config, tasks, eval_tasks, session, display))
     print_block(training_report(summary))
+    again = summary.ended.again if summary.ended else ()
+    if summary.ended and summary.ended.rolls_back:
+        _go_on(again)
     if summary.learned_nothing:  # for scripts that wait for a better adapter
         sys.exit(1)
-    fetched = how_to_fetch(folder.adapter)
-    for command in fetched or [serve_command(folder, config.model)]:
-        what = "it is on Tinker; fetch it" if fetched else "serve it"
-        print_line(f"{what}:  ", (command, "bold cyan"))
+    adapters = {"it": folder.adapter}
+    if summary.best is not None and summary.best[1] > summary.held_out[-1][1]:
+        adapters["the best"] = folder.best_adapter
+    for which, adapter in adapters.items():
+        fetched = how_to_fetch(adapter)
+        for command in fetched or [serve_command(adapter, config.model)]:
+            what = f"{which} is on Tinker; fetch it" if fetched else f"serve {which}"
+            print_line(f"{what}:  ", (command, "bold cyan"))
+    if again:
+        print_line("go on from the best step:  ", (shlex.join(["agentrl", *again]), "bold cyan"))
+
+
+def _go_on(arguments: Sequence[str]) -> NoReturn:
+    """Execute another command in place of this process, as the user could in the shell."""
+    sys.stdout.flush()
+    os.chdir(SHELL_IN)  # a resumed run has gone elsewhere
+    os.execv(sys.executable, [sys.executable, "-m", "agentrl", *arguments])

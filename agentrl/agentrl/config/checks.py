@@ -52,9 +52,10 @@ def _refuse(*rules: tuple[bool, str]) -> None:
 
 
 def correction_mode(config: TrainConfig) -> Literal["none", "truncate", "mask"]:
-    """The correction in force: by default truncate where stale answers may train."""
+    """The correction in force: by default truncate where the sampler's policy was another one."""
     stale_trains = config.rollouts.max_staleness > 0 and config.rollouts.stale != "drop"
-    return config.algorithm.correction.mode or ("truncate" if stale_trains else "none")
+    differs = stale_trains or config.sampler.weights == "int8"
+    return config.algorithm.correction.mode or ("truncate" if differs else "none")
 
 
 def length_normalization(
@@ -62,6 +63,11 @@ def length_normalization(
 ) -> Literal["token", "sequence", "rollout", "constant"]:
     by_default = "constant" if algorithm.estimator == "dr_grpo" else "token"
     return algorithm.length_normalization or by_default
+
+
+def compares_groups(algorithm: AlgorithmSettings) -> bool:
+    """Tell whether the estimator learns from differences within groups alone."""
+    return algorithm.estimator not in ("reinforce", "gae")
 
 
 # ---- agentrl train
@@ -78,6 +84,13 @@ def check_train(config: TrainConfig) -> None:
         "evaluation.stop_at": (
             config.evaluation.tasks is not None, "evaluation.tasks, whose accuracy it is",
         ),
+        "evaluation.patience": (
+            config.evaluation.tasks is not None, "evaluation.tasks, whose accuracy is to improve",
+        ),
+        "guards.max_cost": (bool(config.models), "other models: [models.NAME]"),
+        "guards.roll_backs": (
+            config.guards.on_collapse == "roll_back", 'guards.on_collapse = "roll_back"',
+        ),
         "rollouts.stale": (rollouts.max_staleness > 0, "a max_staleness above 0"),
         "tinker": (config.run.backend == "tinker", 'run.backend = "tinker"'),
     }  # fmt: skip
@@ -88,7 +101,7 @@ def check_train(config: TrainConfig) -> None:
         for key in ("std_ddof", "std_epsilon"):
             needs[f"{table}.{key}"] = False, f"{table}.normalize_std"
     _check_effect(config, needs)
-    compares = estimator not in ("reinforce", "gae")  # the rollouts of a group
+    compares = compares_groups(algorithm)
     size, least = rollouts.group_size, max(2, rollouts.min_group)
     _refuse(
         (algorithm.off_policy != "train" and config.sampler.temperature == 0,
@@ -103,6 +116,9 @@ def check_train(config: TrainConfig) -> None:
         (rollouts.stale == "correct" and not corrects,
          "algorithm.correction.mode: none contradicts rollouts.stale correct; leave the mode out, "
          "or set stale to drop or wait"),
+        (config.guards.on_collapse == "roll_back" and config.evaluation.tasks is None,
+         "guards.on_collapse: roll_back goes back to the step with the best held-out accuracy; "
+         "give evaluation.tasks, or set it to stop"),
     )  # fmt: skip
     if config.run.steps is not None:
         check_warmup(config.learning.warmup_steps, config.run.steps)
@@ -152,6 +168,10 @@ def check_models(config: ModelCommand) -> None:
         config,
         {
             "sampler.vllm": (config.sampler.kind == "vllm", 'sampler.kind = "vllm"'),
+            "sampler.weights": (
+                config.sampler.kind == "embedded",
+                'sampler.kind = "embedded"; for vLLM, sampler.vllm.args has its --quantization',
+            ),
             "sampler.vllm.key_env": (runs, "sampler.vllm.url; one started here needs no key"),
             "sampler.vllm.wait": (runs, "sampler.vllm.url; one started here may take its time"),
         },

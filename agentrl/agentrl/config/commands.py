@@ -16,6 +16,7 @@ from pydantic import Field, model_validator
 from agentrl.config import checks, settings
 from agentrl.config.algorithm_options import AlgorithmSettings
 from agentrl.config.field_types import Count, HttpUrl, Positive, Store, Table
+from agentrl.config.guard_settings import GuardSettings, TrainEvaluationSettings
 from agentrl.config.setting_names import model_in
 from agentrl.config.settings import Adapters, AdapterSettings, OtherModels, OtherModelSettings
 
@@ -85,16 +86,18 @@ class TrainConfig(ModelCommand):
         "rollouts.timeout sampler.max_tokens sampler.temperature rollouts.batch_size "
         "rollouts.group_size rollouts.max_staleness algorithm.loss algorithm.estimator "
         "learning.learning_rate learning.rank "
-        "gateway.allowed_hosts=allowed-host run.steps run.seed run.name run.folder=runs"
+        "gateway.allowed_hosts=allowed-host run.steps guards.max_hours guards.max_run_tokens "
+        "guards.max_cost run.seed run.name run.folder=runs"
     )
 
     agent: settings.TrainAgentSettings
-    evaluation: settings.TrainEvaluationSettings = settings.TrainEvaluationSettings()
+    evaluation: TrainEvaluationSettings = TrainEvaluationSettings()
     rollouts: settings.RolloutSettings = settings.RolloutSettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()
     learning: settings.LearningSettings = settings.LearningSettings()
     gateway: settings.TrainGatewaySettings = settings.TrainGatewaySettings()
     tinker: settings.TinkerSettings = settings.TinkerSettings()
+    guards: GuardSettings = GuardSettings()
     run: settings.TrainRunSettings = settings.TrainRunSettings()
 
     @model_validator(mode="after")
@@ -102,6 +105,14 @@ class TrainConfig(ModelCommand):
         checks.check_train(self)
         self.evaluation.sample_several(self.sampler)
         return self
+
+
+class CheckConfig(TrainConfig):
+    """A look at a training before its first step: its settings, and how much to try."""
+
+    short_flags = _short("check.tasks=check-tasks check.samples") | TrainConfig.short_flags
+
+    check: settings.CheckSettings = settings.CheckSettings()
 
 
 class EvalConfig(ModelCommand):
@@ -215,6 +226,7 @@ class JoinConfig(_Command):
 
 COMMANDS: dict[str, type[_Command]] = {
     "train": TrainConfig,
+    "check": CheckConfig,
     "eval": EvalConfig,
     "run": RunConfig,
     "serve": ServeConfig,

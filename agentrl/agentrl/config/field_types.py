@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -42,6 +43,13 @@ def names_as_table(value: Any) -> Any:
     if len(table) < len(value):
         raise ValueError("a name is there twice")
     return table
+
+
+def split_step(source: str | Path) -> tuple[Path, str]:
+    """Split ``runs/NAME@STEP``; the step is empty where none is given."""
+    path = Path(source)  # of which a folder above may have an @ in its name
+    name, _, step = path.name.partition("@")
+    return path.parent / name, step
 
 
 Variable = Annotated[

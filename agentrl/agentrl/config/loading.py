@@ -18,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 from agentrl.config.algorithm_options import table_of
 from agentrl.config.commands import COMMANDS, JoinConfig, ModelCommand, TrainConfig
 from agentrl.config.errors import ConfigError, explain, unknown_setting
+from agentrl.config.field_types import split_step
 from agentrl.config.renamed_settings import RENAMED
 from agentrl.config.secrets import store_url
 from agentrl.config.setting_names import flag_of, flattened, nearest, settings_of
@@ -54,7 +55,7 @@ def load(
         *({"agent": {"entrypoint": agent}} for agent in rest),
     )
     if resume:  # the run's own paths begin where it was started
-        settings = _merged(_resumed(resume, settings), _from_here(settings))
+        settings = _merged(_resumed(split_step(resume)[0], settings), _from_here(settings))
     try:
         return command.model_validate(settings)
     except ValidationError as error:
@@ -62,7 +63,7 @@ def load(
 
 
 def resume_of(tokens: Sequence[str]) -> Path | None:
-    """Return the run folder that ``agentrl train`` is told to continue."""
+    """Return what ``agentrl train`` is told to continue: a run folder, or ``RUN@STEP``."""
     return _parse_flags(COMMANDS["train"], tokens)[0]["resume"]
 
 

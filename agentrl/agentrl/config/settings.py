@@ -21,7 +21,6 @@ from agentrl.config.field_types import (
     Names,
     NonNegative,
     Positive,
-    Share,
     Store,
     Table,
     Variable,
@@ -82,18 +81,18 @@ class EvaluationSettings(Table):
             self.temperature = sampler.temperature
 
 
-class TrainEvaluationSettings(EvaluationSettings):
-    tasks: Path | None = None
-    """Held-out tasks (JSON lines); never trained on."""
-    every: Count = 5
-    """Steps between evaluations; before the first and after the last too."""
-    stop_at: Share | None = None
-    """Stop once the held-out accuracy reaches this value."""
-
-
 class EvalEvaluationSettings(EvaluationSettings):
     tasks: Path
     """Tasks to evaluate on: a JSON-lines file, one object a line."""
+
+
+class CheckSettings(Table):
+    """The rollouts of ``agentrl check``."""
+
+    tasks: Count = 4
+    """Tasks to try: those of the first steps of a training with the same seed."""
+    samples: Annotated[int, Field(ge=2)] = 8
+    """Rollouts per task."""
 
 
 class RunnerSettings(Table):
@@ -187,7 +186,7 @@ class LearningSettings(Table):
     max_length: Annotated[int, Field(ge=2)] | None = None
     """Longest trajectory in tokens; by default the model's context."""
     micro_batch_tokens: Annotated[int, Field(ge=64)] | None = None
-    """Tokens per forward pass; lower saves memory. By default 4096 on a CPU, 16384 on a GPU."""
+    """Tokens per forward pass; lower saves memory. By default 16384 on CUDA, else 4096."""
     gradient_checkpointing: bool = False
     """Recompute layers in the backward pass to save memory."""
 
@@ -198,7 +197,7 @@ class ModelSettings(Table):
     name: Annotated[str, Field(min_length=1)] = "agentrl-tiny"
     """Base model: agentrl-tiny or smollm2-135m (built in), a folder, or a Hugging Face name."""
     device: str = "auto"
-    """Torch device of sampler and trainer: auto, cpu, cuda, cuda:1, ..."""
+    """Torch device of sampler and trainer: auto, cpu, cuda, cuda:1, mps, ..."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of the base model; the adapter trains in float32."""
     cores: Count | None = None
@@ -214,7 +213,7 @@ class ModelSettings(Table):
 
 class ServeModelSettings(ModelSettings):
     adapter_path: Path | None = None
-    """A run folder, RUN@STEP, or a PEFT folder; by default the base model."""
+    """A run folder, RUN@STEP, RUN@best, or a PEFT folder; by default the base model."""
 
 
 class EvalModelSettings(ServeModelSettings):
@@ -253,6 +252,10 @@ class SamplerSettings(Table):
 
     kind: Literal["embedded", "vllm"] = "embedded"
     """What samples: the embedded engine, or a vLLM server."""
+    weights: Literal["model", "int8"] = "model"
+    """Weights that the embedded sampler computes with: the model's, or on a CPU 8-bit ones, which
+    decode faster. Then its policy differs a little from the trainer's, and by default
+    algorithm.correction.mode is truncate."""
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     """Sampling temperature where the request sets none."""
     max_tokens: Count = 256

@@ -25,8 +25,9 @@ from agentrl_tracer.schemas import (
 )
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from agentrl.config.settings import ModelSettings
-    from agentrl.runs.folder import RunFolder
     from agentrl.runs.summary import Summary
     from agentrl_tracer.store import Store
 
@@ -68,10 +69,14 @@ def training_report(summary: Summary) -> Group:
     accounting = summary.accounting
     rewards = [reward for reward in summary.rewards if reward is not None]
     change = f"{rewards[0]:+.2f} → [b]{rewards[-1]:+.2f}[/]" if rewards else "there was none"
-    rows = [("mean reward", f"{change} in {summary.steps} steps")]
+    rows: list[tuple[str, str | Text]] = [("mean reward", f"{change} in {summary.steps} steps")]
     if summary.held_out:
         first, last = summary.held_out[0][1], summary.held_out[-1][1]
         rows.append(("held-out accuracy", f"{first:.0%} → [b]{last:.0%}[/]"))
+    if (best := summary.best) is not None and best[0] != summary.held_out[-1][0]:
+        rows.append(("best held-out", f"{best[1]:.0%} at step {best[0]}"))
+    if summary.ended is not None:
+        rows.append(("ended by", Text(f"{summary.ended.guard}: {summary.ended.sentence}")))
     split = ", ".join(f"{name} {seconds:.1f}" for name, seconds in summary.seconds.items())
     rows.append(("time", f"{sum(summary.seconds.values()):.0f} s: {split}"))
     busy = summary.cores_busy
@@ -82,6 +87,7 @@ def training_report(summary: Summary) -> Group:
         for name, path in (
             ("learning curve", summary.folder.picture),
             ("adapter", summary.folder.adapter),
+            *([("best adapter", summary.folder.best_adapter)] if best is not None else []),
         )
     ]
     if summary.learned_nothing:
@@ -126,11 +132,11 @@ def _why_nothing_trained(accounting: Accounting) -> list[tuple[str, str]]:
     return [("[red]not trained[/]", one.removesuffix(": ")) for one in said]
 
 
-def serve_command(folder: RunFolder, model: ModelSettings) -> str:
-    """Return the one line that serves what was trained."""
+def serve_command(adapter: Path, model: ModelSettings) -> str:
+    """Return the one line that serves a trained adapter."""
     flags = "" if model.name == "agentrl-tiny" else f" --model {model.name}"
     flags += " --trust-remote-code" if model.trust_remote_code else ""
-    return f"agentrl serve --adapter-path {shown(folder.adapter)}{flags}"
+    return f"agentrl serve --adapter-path {shown(adapter)}{flags}"
 
 
 # ---- agentrl runs

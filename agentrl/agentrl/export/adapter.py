@@ -14,6 +14,7 @@ from typing import Any
 from agentrl.config.errors import ConfigError
 from agentrl.config.setting_names import recorded
 from agentrl.export import ollama
+from agentrl.runs.best_adapter import which_adapter
 from agentrl.runs.folder import find_adapters, run_and_step
 from agentrl.samplers.vllm.adapters import adapts_experts
 
@@ -25,6 +26,8 @@ class Exported:
     folder: Path
     merged: bool
     servers: Mapping[str, Sequence[str]]
+    which: str | None
+    """Of which step of a run it is."""
 
 
 def export(
@@ -39,7 +42,7 @@ def export(
     """Write a PEFT folder, or a whole model with the adapter merged into its weights.
 
     Args:
-        source: a run folder, ``RUN@STEP``, or a PEFT folder.
+        source: a run folder, ``RUN@STEP``, ``RUN@best``, or a PEFT folder.
         out: the folder to write; it must not exist.
         model: the base model; by default the run's.
         adapter: which adapter of the run, where there are several.
@@ -87,7 +90,7 @@ def export(
     }
     if merged:
         servers["Ollama, by way of llama.cpp"] = ollama.commands(out)
-    return Exported(out, merged, servers)
+    return Exported(out, merged, servers, which_adapter(source, found))
 
 
 def _read(path: Path) -> dict[str, Any]:

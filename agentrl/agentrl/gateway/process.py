@@ -72,6 +72,7 @@ class GatewayPlan(Table):
     operator_key: str | None = None
     adapters: tuple[str, ...] = ()  # all adapters, by the names that agents request
     default_adapter: str | None = None  # answers for unknown models; None: the base model does
+    base_names: tuple[str, ...] = ()  # further names for the base model
     agents: dict[str, str] = Field(default_factory=dict[str, str])  # adapter by agent (role)
     adapter_paths: dict[str, Path] = Field(default_factory=dict[str, Path])
     """PEFT folders of fixed adapters, version 0, where no run makes versions."""
@@ -162,7 +163,8 @@ def _ready_app(plan: GatewayPlan, ending: contextlib.ExitStack) -> FastAPI:
         store=store,
         writer=writer,
         boot_id=boot_id,
-        models={plan.model.name: None} | {name: name for name in plan.adapters},
+        models=dict.fromkeys((plan.model.name, *plan.base_names))
+        | {name: name for name in plan.adapters},
         agents=plan.agents,
         default_adapter=plan.default_adapter,
         provider_models=others,
@@ -228,7 +230,7 @@ def make_sampler(plan: GatewayPlan) -> tuple[EmbeddedSampler | VllmSampler | Tin
         base = load_base(model.name, **model.model_dump(include=how))
         cores = model.cores or available_cores()
         torch.set_num_threads(sampler_threads(cores, base.parameters, alone=not plan.trains_beside))
-        return EmbeddedSampler(base), base.tokenizer
+        return EmbeddedSampler(base, int8=plan.sampler.weights == "int8"), base.tokenizer
     source = tinker.tokenizer if tinker and tinker.tokenizer else model.name
     facts = load_facts(source, trust_remote_code=model.trust_remote_code)
     if tinker:

@@ -14,11 +14,12 @@ import shutil
 import socket
 import time
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.config.errors import ConfigError
+from agentrl.config.field_types import split_step
 from agentrl.process_privacy import open_private
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ class RunFolder:
         self.store = self.root / "store.db"
         self.adapters = self.root / "adapters"
         self.adapter = self.root / "adapter"  # the final one
+        self.best_adapter = self.root / "adapter-best"  # by held-out accuracy
+        self.spent = self.root / "spent.json"
         self.checkpoints = self.root / "checkpoints"
         self.logs = self.root / "logs"
         self.metrics = self.root / "metrics.jsonl"
@@ -156,6 +159,10 @@ class RunFolder:
         """Return a path of its own for each version: vLLM's prefix cache is keyed by path."""
         return self.adapters / name / f"v{version:06d}"
 
+    def layout(self, place: Path, names: Sequence[str]) -> dict[str, Path]:
+        """Return where adapters are in ``adapter`` or ``adapter-best``: several in folders."""
+        return {name: place if len(names) == 1 else place / name for name in names}
+
     def share_adapter(self, adapter: Path, readers: Readers) -> None:
         """Let others than this user read an adapter, and pass through the folders to it."""
         if readers == "owner":
@@ -247,18 +254,17 @@ def _line(row: Mapping[str, Any]) -> str:
 
 
 def run_and_step(source: str | Path) -> tuple[RunFolder, str]:
-    """Split ``runs/NAME@STEP``; the step is empty where none is given."""
-    path = Path(source)  # of which a folder above may have an @ in its name
-    name, _, step = path.name.partition("@")
-    return RunFolder(path.parent / name), step
+    """Return the run of ``runs/NAME@STEP``, and the step; empty where none is given."""
+    root, step = split_step(source)
+    return RunFolder(root), step
 
 
 def find_adapters(source: str | Path, field: str) -> dict[str, Path]:
     """Return the PEFT folders that ``source`` means, by the names that they have there.
 
     Args:
-        source: a run folder (its newest adapters), ``RUN@STEP``, a PEFT folder, or a folder of
-            such folders, one for each adapter.
+        source: a run folder (its newest adapters), ``RUN@STEP``, ``RUN@best``, a PEFT folder, or a
+            folder of such folders, one for each adapter.
         field: the setting's name, for errors.
 
     Raises:
@@ -320,9 +326,17 @@ def _versions(adapter: Path) -> list[tuple[int, Path]]:
 
 
 def _adapters_of(run: RunFolder, step: str, field: str) -> dict[str, Path]:
-    """Return each adapter of a run, as of a step or (empty) the newest one kept."""
+    """Return each adapter of a run, as of a step, the best one or (empty) the newest one kept."""
     found: dict[str, Path] = {}
-    for folder in sorted(path for path in run.adapters.glob("*") if path.is_dir()):
+    folders = sorted(path for path in run.adapters.glob("*") if path.is_dir())
+    if step == "best":
+        if not run.best_adapter.is_dir():
+            raise ConfigError(
+                f"{field}: {run.root} has no best adapter, because it was never evaluated on "
+                "held-out tasks (evaluation.tasks); give RUN or RUN@STEP"
+            )
+        return run.layout(run.best_adapter, [folder.name for folder in folders])
+    for folder in folders:
         versions = {str(version): path for version, path in _versions(folder)}
         version = step or next(reversed(versions), "")
         if version not in versions:

@@ -20,7 +20,7 @@ _SILENT_S = 60.0
 
 def shown(path: Path) -> str:
     """Return a path as users read and copy it: relative, if it is below the shell's directory."""
-    return str(path.relative_to(_SHELL_IN) if path.is_relative_to(_SHELL_IN) else path)
+    return str(path.relative_to(SHELL_IN) if path.is_relative_to(SHELL_IN) else path)
 
 
 def _working_directory() -> Path:
@@ -30,7 +30,7 @@ def _working_directory() -> Path:
         return Path(os.sep)
 
 
-_SHELL_IN = _working_directory()  # ``--resume`` goes back to where the run was started
+SHELL_IN = _working_directory()  # ``--resume`` goes back to where the run was started
 
 
 def open_store(folder: RunFolder, patience_s: float = PATIENCE_S) -> tuple[Store, Json]:

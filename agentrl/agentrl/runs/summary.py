@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,6 +16,23 @@ class Reply(NamedTuple):
     prompt: str
     before: str
     after: str
+
+
+class Ending(NamedTuple):
+    """Why a run ended before its last step.
+
+    Attributes:
+        guard: the setting, such as ``evaluation.stop_at``.
+        evaluates: the last step is still to be evaluated.
+        again: the arguments of ``agentrl`` that go on from the best step.
+        rolls_back: this process does so.
+    """
+
+    guard: str
+    sentence: str
+    evaluates: bool = False
+    again: Sequence[str] = ()
+    rolls_back: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +49,13 @@ class Summary:
     seconds: dict[str, float]
     cores_busy: dict[str, float]
     """Share of the machine's cores that were busy in each phase, 0 to 1."""
+    ended: Ending | None = None
+    """None: after its last step."""
+
+    @property
+    def best(self) -> tuple[int, float] | None:
+        """The step with the best held-out accuracy, of equal ones the earliest, and that."""
+        return min(self.held_out, key=lambda one: (-one[1], one[0]), default=None)
 
     @property
     def learned_nothing(self) -> bool:

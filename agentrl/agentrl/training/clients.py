@@ -27,6 +27,8 @@ class TrainingClients:
     service: ServiceClient
     clients: dict[str, TrainingClient]
     context_length: int
+    tokenizer: Any
+    """The base model's, with its chat template."""
     peak_learning_rate: float
     failures: tuple[type[Exception], ...] = ()
     """What the clients raise when the backend's service fails."""
@@ -88,7 +90,7 @@ def _on_this_machine(
     # On the thread that computes: another one's number stays as it was.
     client.local(lambda _: torch.set_num_threads(threads)).result()
     rate = learning.learning_rate or default_learning_rate(parameters, learning.alpha)
-    return TrainingClients(service, clients, base.context_length, rate)
+    return TrainingClients(service, clients, base.context_length, base.tokenizer, rate)
 
 
 def _on_tinker(config: TrainConfig, folder: Path) -> TrainingClients:
@@ -115,7 +117,7 @@ def _on_tinker(config: TrainConfig, folder: Path) -> TrainingClients:
         raise RunError(f"run.backend: Tinker refuses to train {model}: {error}") from error
     limit = served[model].max_context_length if model in served else None
     context_length = min(facts.context_length, limit or facts.context_length)
-    return TrainingClients(service, clients, context_length, rate, failures)
+    return TrainingClients(service, clients, context_length, facts.tokenizer, rate, failures)
 
 
 def _adapters(

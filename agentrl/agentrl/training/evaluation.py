@@ -15,6 +15,7 @@ from statistics import NormalDist, fmean, pvariance
 from typing import TYPE_CHECKING
 
 from agentrl.config.settings import EvaluationSettings
+from agentrl.runs.best_adapter import keep_best
 from agentrl.runs.metric_names import HELD_OUT
 from agentrl.timing import PhaseTimer
 from agentrl.training.metrics import note_failed_rollouts, seconds_row
@@ -48,10 +49,14 @@ def plan_evaluation(
     ]
 
 
-def evaluate_if_due(run: TrainingRun, step: int) -> None:
-    """Run the held-out tasks after ``step``, if they are due and were not run before a resume."""
+def evaluate_if_due(run: TrainingRun, step: int, *, last: bool = False) -> None:
+    """Run the held-out tasks after ``step``, if they are due and were not run before a resume.
+
+    Args:
+        last: the run ends here, before its last step.
+    """
     how, display = run.config.evaluation, run.display
-    if not run.eval_ids or (step % how.every and step != run.steps):
+    if not run.eval_ids or (step % how.every and step != run.steps and not last):
         return
     if (known := run.metrics_log.held_out().get(step)) is not None:
         display.evaluated(step, known)
@@ -75,18 +80,15 @@ def evaluate_if_due(run: TrainingRun, step: int) -> None:
     accuracy = sum(score >= how.success_reward for score in earned) / len(rollouts)
     mean = fmean(earned) if earned else math.nan
     row = {"step": step, HELD_OUT: accuracy, "eval/reward": mean, **seconds_row(timer)}
+    run.guards.after_evaluation(row, calls)
     run.metrics_log.log(step, row)
+    if run.guards.best == step:
+        keep_best(run.folder, run.config.trained, step)
     display.evaluated(step, accuracy)
     note_failed_rollouts(rollouts, "evaluations", display.note)
     asked = {call.attempt_id for call in calls if call.adapter in run.config.trained}
     unasked = [r for r in rollouts if scores[r.id] is not None and r.winner not in asked]
     note_unasked(run, unasked, len(rollouts), "evaluations")
-
-
-def reached_goal(run: TrainingRun) -> bool:
-    """Tell whether the newest held-out accuracy has reached ``stop_at``."""
-    goal, measured = run.config.evaluation.stop_at, run.metrics_log.held_out()
-    return goal is not None and bool(measured) and measured[max(measured)] >= goal
 
 
 def wilson(rate: float, trials: float) -> tuple[float, float]:

@@ -23,13 +23,16 @@ from agentrl.config.checks import greedy_note
 from agentrl.config.commands import TrainConfig
 from agentrl.config.loading import steps_of
 from agentrl.console.live import TrainDisplay
+from agentrl.findings import StepNotes
+from agentrl.guards.budget import BudgetSpentError
+from agentrl.guards.run_guards import Guards
 from agentrl.process_privacy import private_files
 from agentrl.runs.folder import strict
 from agentrl.runs.metric_names import REWARD
-from agentrl.runs.summary import Summary
+from agentrl.runs.summary import Ending, Summary
 from agentrl.timing import PhaseTimer
 from agentrl.training.clients import create_clients
-from agentrl.training.evaluation import evaluate_if_due, reached_goal
+from agentrl.training.evaluation import evaluate_if_due
 from agentrl.training.metrics import report_step_failures, seconds_row, step_row
 from agentrl.training.metrics_log import MetricsLog
 from agentrl.training.resume import verify_in_background
@@ -61,12 +64,19 @@ def train(run: TrainingRun) -> Summary:
         run.begin(step)
         publish(run, step)
         run.timer.spent["start"] = time.perf_counter() - run.session.started
-        evaluate_if_due(run, step)
-        while step < run.steps and not reached_goal(run):
-            step += 1
-            train_step(run, step)
+        ended: Ending | None = None
+        try:
             evaluate_if_due(run, step)
-        return run.finish(step)
+            while step < run.steps and (ended := run.guards.why_end()) is None:
+                train_step(run, step + 1)
+                step += 1
+                evaluate_if_due(run, step)
+            if ended and ended.evaluates and step not in run.guards.held_out:
+                evaluate_if_due(run, step, last=True)
+        except BudgetSpentError as spent:
+            ended = Ending(*spent.args)
+            run.give_up_after(step)
+        return run.finish(step, ended)
     except KeyboardInterrupt:
         run.metrics_log.close()  # the process will end without its trackers' own hooks
         raise
@@ -89,9 +99,10 @@ def train_step(run: TrainingRun, step: int) -> None:
         trained = dict.fromkeys(whole.trained, step)
         run.store.settle(trained=trained, skipped=whole.skipped, calls=calls)
     outcomes = run.store.outcomes(run.run_id, step=step, purpose=Purpose.TRAIN)
-    report_step_failures(run, taken.rollouts, whole, outcomes)
+    report_step_failures(run, step, taken.rollouts, calls, whole, outcomes)
     row = step_row(step, taken, calls, batches, passes, outcomes, run.records.staleness)
     row |= {"learning_rate": run.learning_rate(step), **seconds_row(timer), **seconds_row(parts)}
+    run.guards.after_step(row, calls, taken.rollouts, whole.rewards)
     with timer("checkpoint"):
         run.checkpoint(step, row)
     with timer("publish"):
@@ -209,7 +220,14 @@ class TrainingRun:
             session, config, task_ids, steps=self.steps, staleness=self.records.staleness,
             teaches=self.records.teaches,
         )  # fmt: skip
+        self.notes = StepNotes(display.note, self._backend.tokenizer)
         self.saved: dict[str, str] = {}  # path of each adapter's newest version
+        self.guards = Guards(
+            config, self.folder, self.store, self.run_id, started=session.started,
+            learning_rate=self._backend.peak_learning_rate, eval_tasks=len(eval_tasks),
+            note=display.note,
+        )  # fmt: skip
+        session.watch = self.guards.budget.watch
 
     # ---- within a step
 
@@ -261,8 +279,9 @@ class TrainingRun:
             "row": strict(row),
         }
         saved = self._backend.service.save_checkpoint(
-            self.folder.checkpoints, step, meta=meta, keep=self.config.run.keep_checkpoints
-        )
+            self.folder.checkpoints, step, meta=meta, keep=self.config.run.keep_checkpoints,
+            keep_step=self.guards.best,
+        )  # fmt: skip
         self.result(saved)
 
     def restore(self) -> int:
@@ -306,7 +325,15 @@ class TrainingRun:
         self.store.supersede(self.run_id, after_step=step)
         self.store.drop_adapters_after(self.run_id, step)
         self.metrics_log.go_back(step, meta.get("row"))
+        if max(made, default=step) > step:
+            self.metrics_log.log(step, {"step": step, "went_back_from": max(made)})
         return step
+
+    def give_up_after(self, step: int) -> None:
+        """Cancel the rollouts after ``step``; a resumed run makes them again."""
+        evaluated = step in self.guards.held_out
+        self.store.cancel(self.run_id, "a budget is spent", after_step=step, evaluated=evaluated)
+        self.store.supersede(self.run_id, after_step=step)
 
     # ---- begin and end
 
@@ -316,15 +343,16 @@ class TrainingRun:
             verify_in_background(self.store, self.run_id, self.display.note)
         self.display.begin(self.steps, step)
         health = self.session.wait_ready(self.display.note)
+        self.guards.begin(step)
         if why := health["sampler"].get("why_not_lean"):
             self.display.note(f"sampled by the model's own modules, not by the lean decoder: {why}")
 
-    def finish(self, step: int) -> Summary:
+    def finish(self, step: int, ended: Ending | None) -> Summary:
         self.session.tell_lost_spans(self.display.note, last=True)
         self.queue.close()
         self.session.pool.begin_stop()  # runners end while the learning curve is drawn
         with self.timer("picture"):
-            summary = summarize(self, step)
+            summary = summarize(self, step, ended)
         self.store.end_run(self.run_id, "finished")
         self.metrics_log.close()
         self._backend.close()

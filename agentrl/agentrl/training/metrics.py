@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from agentrl.config.checks import compares_groups
+from agentrl.findings import Finding, answered, cut_off, equal_rewards
 from agentrl.runs.metric_names import DIFFERENCE
 from agentrl.runs.recorded import shown
 from agentrl.timing import PhaseTimer
@@ -167,7 +169,12 @@ def _first_error(
 
 
 def report_step_failures(
-    run: TrainingRun, rollouts: Sequence[Rollout], batch: StepBatch, outcomes: Outcomes
+    run: TrainingRun,
+    step: int,
+    rollouts: Sequence[Rollout],
+    calls: Sequence[Call],
+    batch: StepBatch,
+    outcomes: Outcomes,
 ) -> None:
     """Report what went wrong in a step.
 
@@ -201,3 +208,24 @@ def report_step_failures(
         note(f"{refused} calls do not train, because a reward was refused: {REWARD_RANGE}")
     if small := batch.shrunk():
         note(f"{small} of {len(batch.groups)} groups shrank below min_group: not trained")
+    run.notes.take(step, _findings(run, rollouts, calls, batch))
+
+
+def _findings(
+    run: TrainingRun, rollouts: Sequence[Rollout], calls: Sequence[Call], batch: StepBatch
+) -> dict[str, Finding]:
+    """Return what ``agentrl check`` would say of the answers and rewards of a step."""
+    config, found = run.config, dict[str, Finding]()
+    if mine := [call for call in answered(calls) if call.adapter in config.trained]:
+        found["cut off"] = cut_off(mine, config.sampler.max_tokens)
+        if (thinking := run.notes.thinking) is not None:
+            found["thinking"] = thinking.finding(mine, wanted=config.sampler.thinking)
+    groups: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        reward = batch.rewards.get(rollout.id)
+        if reward is not None and rollout.id not in batch.unasked:
+            groups.setdefault(rollout.group_id, []).append(reward)
+    compared = [rewards for rewards in groups.values() if len(rewards) > 1]
+    if compared and compares_groups(config.algorithm):
+        found["equal rewards"] = equal_rewards(compared, config.evaluation.success_reward)
+    return found

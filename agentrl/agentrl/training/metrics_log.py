@@ -16,8 +16,9 @@ from typing import Any
 
 from agentrl.config.commands import TrainConfig
 from agentrl.config.errors import ConfigError
+from agentrl.runs.best_adapter import held_out_of
 from agentrl.runs.folder import RunFolder
-from agentrl.runs.metric_names import HELD_OUT, REWARD
+from agentrl.runs.metric_names import REWARD
 from agentrl.training.metrics import finite_numbers
 from agentrl_tracer.store import Store
 
@@ -61,7 +62,7 @@ class MetricsLog:
 
     def held_out(self) -> dict[int, float]:
         """Return the held-out accuracies measured so far, by step."""
-        return {row["step"]: row[HELD_OUT] for row in self.folder.read_metrics() if HELD_OUT in row}
+        return held_out_of(self.folder)
 
     def go_back(self, step: int, checkpointed: Mapping[str, Any] | None) -> None:
         """Keep the rows up to ``step`` and open the trackers.

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,11 +17,13 @@ from agentrl.config.commands import TrainConfig
 from agentrl.config.errors import ConfigError
 from agentrl.config.secrets import as_recorded, without_variables
 from agentrl.config.setting_names import flag_of, flattened
+from agentrl.runs.best_adapter import best_step, held_out_of
 from agentrl.runs.folder import RunFolder
 from agentrl.runs.recorded import open_store
 from agentrl_tracer.schemas import Json
 from agentrl_tracer.store import Store, StoreError
 
+_SUPERSEDED = "superseded-"  # as agentrl_trainer.checkpoint has it, which would import torch
 _SAME_MODEL = " (the same model in another place? write that into config.json)"
 _STATE: dict[str, str] = {
     "model.name": f"its adapter fits no other model{_SAME_MODEL}",
@@ -57,6 +60,33 @@ def return_to_start(folder: RunFolder, tell: Callable[[str], None]) -> None:
             f"the run was started in {start}, which is not here ({error.strerror}): its relative "
             "paths are taken from the working directory"
         )
+
+
+def go_back(folder: RunFolder, step: str) -> None:
+    """Have the run continue after an earlier step: put what it made later aside.
+
+    Args:
+        step: a number, or ``best``.
+
+    Raises:
+        ConfigError: no checkpoint of that step is kept.
+    """
+    checkpoints = _numbered(folder.checkpoints.glob("step-*"))
+    kept = ", ".join(str(at) for at, _ in checkpoints) or "none"
+    after = str(best_step(held_out_of(folder))) if step == "best" else step
+    if after not in (str(at) for at, _ in checkpoints):
+        raise ConfigError(
+            f"resume: {folder.root} has no checkpoint of step {after}; kept are those of: {kept}. "
+            "Give one of them as RUN@STEP, or RUN for the newest"
+        )
+    for at, path in (*checkpoints, *_numbered(folder.adapters.glob("*/v*"))):
+        if at > int(after):
+            path.rename(path.with_name(f"{_SUPERSEDED}{path.name}-{secrets.token_hex(4)}"))
+
+
+def _numbered(paths: Iterable[Path]) -> list[tuple[int, Path]]:
+    numbers = ((path.name.removeprefix("step-").removeprefix("v"), path) for path in paths)
+    return sorted((int(number), path) for number, path in numbers if number.isdecimal())
 
 
 def check_resume(

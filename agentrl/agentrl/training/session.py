@@ -60,7 +60,7 @@ class Session:
     The folder is locked for as long as ``folder`` lives.
 
     Args:
-        kind: ``train``, ``eval`` or ``run``, for the list of runs.
+        kind: ``train``, ``check``, ``eval`` or ``run``, for the list of runs.
         adapter_paths: fixed adapters to answer with. Without them, an evaluation or a single run
             is answered by the base model, and a training by its own adapters' versions.
         asks_for: the model that the agent is told to ask for; by default the run's own.
@@ -79,7 +79,9 @@ class Session:
         folder.lock()
         self.folder = folder
         self.config = config
-        self._training = training = config if isinstance(config, TrainConfig) else None
+        as_training = config if isinstance(config, TrainConfig) else None
+        self._computes = as_training is not None  # in this process, too
+        self._training = training = as_training if kind == "train" else None
         shared = training and training.run.store
         self.store = Store(store_url(shared) if shared else str(folder.store))
         self.run_id = self._register(kind)
@@ -90,7 +92,9 @@ class Session:
         self._plan = GatewayPlan.of(
             config,
             vllm_url=self._vllm and self._vllm.url,
-            tinker=training.tinker if training and training.run.backend == "tinker" else None,
+            tinker=as_training.tinker
+            if as_training and as_training.run.backend == "tinker"
+            else None,
             rollouts=config.rollouts,
             store=self.store.url,
             run_id=self.run_id,
@@ -99,15 +103,19 @@ class Session:
             default_adapter=config.sole_adapter if own else None,
             agents=config.adapter_of_agent if own else {},
             adapter_paths=paths,
-            trains_beside=bool(training and training.rollouts.max_staleness),
+            # A check asks for what a training would.
+            base_names=tuple(config.trained) if as_training and not training else (),
+            trains_beside=bool(as_training and as_training.rollouts.max_staleness),
             answered_by=config.model.answered_by if isinstance(config, EvalConfig) else None,
         )
         # With several adapters, agents ask for a name that the role of each resolves.
-        named = (config.sole_adapter or config.model.adapter) if own else config.model.name
+        as_adapter = own or as_training is not None
+        named = (config.sole_adapter or config.model.adapter) if as_adapter else config.model.name
         self._asks_for = asks_for or named
         self.started = time.perf_counter()
         self.gateway: GatewayHandle
         self.pool: SupervisedProcess | RayPool
+        self.watch: Callable[[], None] = lambda: None  # may raise, to give up rollouts under way
         self._next_maintenance = 0.0
         self._told_lost = False
         self._ended = threading.Event()
@@ -142,7 +150,7 @@ class Session:
         self.store.announce_gateway(self.run_id, self.gateway.url_for_others)
         self.pool = self._start_runners()
         try:
-            if self._training:
+            if self._computes:
                 # This process needs torch, too, and a gateway that can be forked then is ready 2 s
                 # sooner and shares that memory. The runners load meanwhile.
                 import_gateway()
@@ -299,6 +307,7 @@ class Session:
         finished, restarts = -1, self._restarts()
         while True:
             self.maintain()
+            self.watch()
             began = time.monotonic()
             done, total, enough = check()
             if done > finished:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from agentrl.runs.excerpts import answer_excerpt, prompt_excerpt
 from agentrl.runs.learning_curve import draw_learning_curve
 from agentrl.runs.metric_names import HELD_OUT, REWARD
-from agentrl.runs.summary import Reply, Summary
+from agentrl.runs.summary import Ending, Reply, Summary
 from agentrl_tracer.schemas import Call, CallState, Purpose
 
 if TYPE_CHECKING:
@@ -18,16 +18,15 @@ if TYPE_CHECKING:
 _REPLIES = 4  # shown at most
 
 
-def summarize(run: TrainingRun, step: int) -> Summary:
+def summarize(run: TrainingRun, step: int, ended: Ending | None) -> Summary:
     """Put the final adapters, the picture and ``summary.json`` into the folder.
 
-    ``step`` is the last one.
+    ``step`` is the last one, ``ended`` why the run did not go on.
     """
-    folder, adapters = run.folder, run.config.trained
+    folder = run.folder
     rows = folder.read_metrics()
     shutil.rmtree(folder.adapter, ignore_errors=True)
-    for name in adapters:
-        final = folder.adapter if len(adapters) == 1 else folder.adapter / name
+    for name, final in folder.layout(folder.adapter, list(run.config.trained)).items():
         shutil.copytree(folder.adapter_version(name, step), final)
     draw_learning_curve(rows, f"{folder.name}: {run.config.model.name}", folder.picture)
     verified = run.store.verify(run.run_id)
@@ -42,8 +41,11 @@ def summarize(run: TrainingRun, step: int) -> Summary:
         replies=_replies(run, step),
         seconds={name: round(value, 2) for name, value in run.timer.spent.items()},
         cores_busy={name: round(value, 3) for name, value in run.timer.shares().items()},
+        ended=ended,
     )
     written = {"steps": step, "held_out": summary.held_out, "reward": summary.rewards}
+    written |= {"best": summary.best, "spent": asdict(run.guards.budget.spent())}
+    written |= {"ended_by": ended and ended.guard, "why": ended and ended.sentence}
     calls = asdict(summary.accounting) | {"adds_up": verified.fault is None}
     took = {"seconds": summary.seconds, "cores_busy": summary.cores_busy}
     folder.write_json(folder.summary, written | took | {"calls": calls})

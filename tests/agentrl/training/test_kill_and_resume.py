@@ -10,6 +10,7 @@ import pytest
 from documented_metrics import undocumented
 from training_run import Run
 
+from agentrl.runs.best_adapter import best_step
 from agentrl.runs.recorded import state_of
 from agentrl_tracer.schemas import Purpose, RolloutState
 
@@ -18,6 +19,15 @@ pytestmark = pytest.mark.timeout(600)
 SYNCHRONOUS: dict[str, Any] = {
     "runners": 1, "steps": 2, "seed": 5, "batch_size": 2, "group_size": 3, "lease": 5,
 }  # fmt: skip
+
+
+def best_weights(run: Run) -> bytes:
+    """Return the best adapter, which is a copy of its version."""
+    held_out = {row["step"]: row["eval/accuracy"] for row in run.curve() if "eval/accuracy" in row}
+    version = run.folder.adapter_version("policy", best_step(held_out) or 0)
+    files = [path / "adapter_model.safetensors" for path in (run.folder.best_adapter, version)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    return files[0].read_bytes()
 
 
 def killed_and_whole(
@@ -78,6 +88,7 @@ def test_a_run_with_evaluations_and_resampling_is_killed_around_them(tmp_path: P
         outcomes = store.outcomes(run.run_id, purpose=Purpose.EVAL)  # what `runs show` shows
         rows = store.metrics(run.run_id)
     # Once in vain, once to the end, and not once more after that.
+    assert best_weights(run) == best_weights(whole)
     states = [rollout.state for rollout in evaluated]
     assert states.count(RolloutState.SUCCEEDED) == states.count(RolloutState.CANCELLED) == 2
     assert outcomes.attempts == {"succeeded": 3 * 2}

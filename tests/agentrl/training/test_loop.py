@@ -58,7 +58,14 @@ def test_a_run_leaves_everything_it_promised(trained: Run) -> None:
     assert [row["step"] for row in rows if "eval/accuracy" in row] == [0, 2]
     assert all(row.get("sampler_trainer/max_logprob_difference", 0.0) < 1e-4 for row in rows)
     assert trained.folder.picture.read_bytes().startswith(b"\x89PNG")
-    assert json.loads(trained.folder.summary.read_text())["calls"]["adds_up"]
+    summary = json.loads(trained.folder.summary.read_text())
+    assert summary["calls"]["adds_up"]
+    assert (summary["best"], summary["ended_by"]) == ([0, 1.0], None)
+    assert (trained.folder.best_adapter / "adapter_config.json").is_file()
+    sampled = sum(len(call.prompt_ids) + len(call.response_ids) for call in trained.calls())
+    assert summary["spent"]["tokens"] == sampled
+    assert json.loads(trained.folder.spent.read_text())["tokens"] == sampled
+    assert all(row["answers/tokens"] > 0 for row in trained.steps())
     accounting = trained.accounting()
     assert accounting.trained > 0
     assert accounting.proxied == 2 * 16 + 2 * 2

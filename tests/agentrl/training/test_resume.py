@@ -17,7 +17,7 @@ from agentrl.config.commands import TrainConfig
 from agentrl.config.errors import ConfigError
 from agentrl.config.setting_names import flattened
 from agentrl.runs.folder import RunFolder
-from agentrl.training.resume import check_resume
+from agentrl.training.resume import check_resume, go_back
 from agentrl.training.session import Session
 from agentrl_tracer.store import Store
 
@@ -202,3 +202,23 @@ def test_a_run_without_a_whole_checkpoint_is_not_begun_again(tmp_path: Path, tor
     assert ("step-00000001: no manifest.json" if torn else "it is empty") in said
     assert "start a new run" in said
     assert folder.read_metrics() == before
+
+
+def test_a_run_goes_back_to_a_kept_step(tmp_path: Path) -> None:
+    """What was made later is put aside: no later command takes it for the run's own."""
+    folder = RunFolder(tmp_path / "run")
+    for step in (2, 4, 6):
+        (folder.checkpoints / f"step-{step:08d}").mkdir(parents=True)
+        folder.adapter_version("policy", step).mkdir(parents=True)
+        folder.append_metrics({"step": step, "eval/accuracy": 0.5 if step == 4 else 0.25})
+    with pytest.raises(ConfigError, match=r"no checkpoint of step 3; kept are those of: 2, 4, 6"):
+        go_back(folder, "3")
+    with pytest.raises(ConfigError, match="no checkpoint of step x"):
+        go_back(folder, "x")
+    go_back(folder, "best")
+    assert [one.name for one in sorted(folder.checkpoints.glob("s*0*"))][:2] == [
+        "step-00000002", "step-00000004"
+    ]  # fmt: skip
+    for folders in (folder.checkpoints, folder.adapters / "policy"):
+        assert len([*folders.glob("superseded-*6-*")]) == 1
+        assert len([*folders.iterdir()]) == 3

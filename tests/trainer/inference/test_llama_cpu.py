@@ -14,10 +14,19 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from model_zoo import tiny_model
-from small_models import Asked, as_base, make_adapter, qwen3, worst_difference
+from small_models import Asked, as_base, llama, make_adapter, qwen3, worst_difference
 
 from agentrl_trainer.inference import SampleParams, SamplerEngine, llama_cpu
-from agentrl_trainer.inference.llama_cpu import BLOCK, FusedLinear, RmsNorm, can_pack, split_blocks
+from agentrl_trainer.inference.llama_cpu import (
+    BLOCK,
+    FusedLinear,
+    Int8Linear,
+    RmsNorm,
+    can_pack,
+    split_blocks,
+)
+from agentrl_trainer.inference.requests import RequestError
+from agentrl_trainer.models.sources import ModelError
 
 
 @pytest.mark.parametrize(
@@ -132,3 +141,49 @@ def test_products_are_linear_layers(rows: int, bias: bool) -> None:
         torch.testing.assert_close(product(x), expected, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(product.plus(x, more), expected + more, rtol=1e-5, atol=1e-5)
         assert all(map(torch.equal, product.parts, weights))
+
+
+# ---- 8-bit weights
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 64])
+def test_products_with_8_bit_weights_round_the_weights_only(rows: int) -> None:
+    torch.manual_seed(0)
+    weights, bias = [torch.randn(48, 96), torch.randn(16, 96)], torch.randn(64)
+    lora = (torch.randn(4, 96), torch.randn(16, 4), 0.5)
+    product = Int8Linear.of(weights, bias)
+    step = torch.cat(weights).abs().amax(1, keepdim=True) / 127
+    rounded = (torch.cat(weights) / step).round() * step
+    # Rows of very different sizes, one of them zero.
+    x = torch.randn(rows, 96) * torch.logspace(-3, 2, rows)[:, None]
+    x[1:2] = 0
+    expected = x @ rounded.t() + bias
+    limit = 1e-3 * x.norm(dim=1, keepdim=True) + 1e-5
+    assert ((product(x) - expected).abs() <= limit).all()
+    assert ((x @ torch.cat(weights).t() + bias - expected).abs() <= limit).float().mean() < 0.9
+    assert torch.equal(product(x)[:1], product(x[:1]))  # whatever the other rows are
+    more = torch.randn(rows, 64)
+    expected[:, 48:] += 0.5 * (x @ lora[0].t()) @ lora[1].t()
+    found = product.adapted([None, lora]).plus(x, more)
+    assert ((found - expected - more).abs() <= limit).all()
+
+
+def test_a_sampler_with_8_bit_weights_stays_near_the_model(engine_of, tmp_path: Path) -> None:
+    base = as_base(qwen3())
+    plain = copy.deepcopy(base.model)
+    adapted = make_adapter(base, tmp_path / "v1", 0, ["k_proj", "up_proj", "down_proj"])
+    make_adapter(as_base(llama()), tmp_path / "other", 0, ["k_proj"])
+    engine = engine_of(base, int8=True)
+    engine.load_adapter("policy", 1, tmp_path / "v1").result(30)
+    for name, reference in ((None, plain), ("policy", adapted), (None, plain)):
+        answer = Asked(engine, [1, 2, 3], SampleParams(max_tokens=60, seed=1), name).one()
+        assert 1e-4 < worst_difference(reference, [1, 2, 3], answer) < 0.3
+    with pytest.raises(RequestError, match="scores no given tokens"):
+        engine.score([[1, 2, 3]], None)
+    with pytest.raises(ModelError, match="trained on another model"):
+        engine.load_adapter("policy", 2, tmp_path / "other")
+
+
+def test_other_models_have_no_8_bit_weights() -> None:
+    with pytest.raises(ModelError, match=r"sampler.weights: .* its decoder has other parts"):
+        SamplerEngine(as_base(tiny_model("gpt2")), int8=True)

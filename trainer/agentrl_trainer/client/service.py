@@ -225,7 +225,13 @@ class ServiceClient:
     create_sampling_client_async = awaited(create_sampling_client, on_thread=True)
 
     def save_checkpoint(
-        self, root: Folder, step: int, *, meta: Mapping[str, Any] | None = None, keep: int = 2
+        self,
+        root: Folder,
+        step: int,
+        *,
+        meta: Mapping[str, Any] | None = None,
+        keep: int = 2,
+        keep_step: int | None = None,
     ) -> APIFuture[SavedPath]:
         """Save all adapters, their optimizers and the random states atomically as one checkpoint
         (``agentrl_trainer.checkpoint``).
@@ -237,7 +243,9 @@ class ServiceClient:
         def work() -> SavedPath:
             tensors, own = contents()
             kept = {**(meta or {}), **own}
-            saved = save_checkpoint(root, step, tensors=tensors, meta=kept, keep=keep)
+            saved = save_checkpoint(
+                root, step, tensors=tensors, meta=kept, keep=keep, keep_step=keep_step
+            )
             return SavedPath(str(saved))
 
         return self._worker.submit(work)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from agentrl_trainer.data.training_row import TrainingRow
+from agentrl_trainer.models.devices import moved
 from agentrl_trainer.models.prefix_attention import Trie, common_prefix, pack_trie
 
 _LITTLE = 0.02
@@ -47,8 +48,8 @@ class MicroBatch:
     def to(self, device: torch.device) -> MicroBatch:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-        moved = {name: value.to(device, non_blocking=True) for name, value in tensors.items()}
-        return replace(self, trie=self.trie and self.trie.to(device), **moved)
+        there = {name: moved(value, device) for name, value in tensors.items()}
+        return replace(self, trie=self.trie and self.trie.to(device), **there)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,13 @@
 
 Knows PEFT folders and the model's parameters, not requests or caches.
 
-The model computes with an adapter in one of two ways. *Merged*: each version has a copy of the
+The model computes with an adapter in one of three ways. *Merged*: each version has a copy of the
 adapted weight matrices with the update added, put in place by swapping ``Parameter.data`` (and a
 second copy in the order that ``llama_cpu.FusedLinear`` computes with). It halves the
 time of a step of a small model, where LoRA's extra products are mostly Python. *Unmerged*: PEFT's
 own layers, for models too large to copy, or in half precision, where a merge rounds the update
-away and sampling would no longer be the policy that the trainer computes.
+away and sampling would no longer be the policy that the trainer computes. *Beside 8-bit weights*:
+see ``llama_cpu.Int8Linear``.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import itertools
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -24,7 +26,7 @@ from peft import LoraModel, PeftConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers.pytorch_utils import Conv1D
 
-from agentrl_trainer.inference.llama_cpu import FusedLinear, LlamaCpuForward
+from agentrl_trainer.inference.llama_cpu import FusedLinear, Int8Linear, LlamaCpuForward
 from agentrl_trainer.models.loading import BaseModel, evaluation_mode
 from agentrl_trainer.models.lora import CONFIG_FILE, WEIGHTS_FILE, read_adapter
 from agentrl_trainer.models.lora_targets import no_false_warnings
@@ -44,7 +46,7 @@ class PreparedAdapter:
     folder: Path
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     """Merged: adapted weight by module name. Unmerged: empty."""
-    products: list[FusedLinear] | None = None
+    products: Sequence[FusedLinear | Int8Linear] | None = None
     """The same weights for ``LlamaCpuForward``, if that runs the model."""
     key: str = field(default_factory=lambda: f"v{next(_serial)}")
     """PEFT's name for it: unique, since two versions of an adapter live side by side."""
@@ -122,15 +124,11 @@ class MergedWeights(AdapterWeights):
         merged: dict[str, torch.Tensor] = {}
         for name, (a, b, scale) in read_lora(folder).items():
             weight = self._original.get(name)
-            if weight is None:
-                raise ModelError(f"adapter: {folder} adapts {name!r}: no linear layer here.")
-            if isinstance(self._adapted[name], Conv1D):  # GPT-2's: its weight is [in, out]
+            if isinstance(self._adapted.get(name), Conv1D):  # GPT-2's: its weight is [in, out]
                 a, b = b.T, a.T
-            if (there := (b.shape[0], a.shape[1])) != tuple(weight.shape):
-                raise ModelError(
-                    f"adapter: {folder} was trained on another model: {name} is "
-                    f"{tuple(weight.shape)} here, {there} there."
-                )
+            shape = None if weight is None else tuple(weight.shape)
+            check_fits(folder, name, shape, (b.shape[0], a.shape[1]))
+            weight = self._original[name]
             update = (b.to(weight.device).float() @ a.to(weight.device).float()) * scale
             merged[name] = (weight.float() + update).to(weight.dtype)
         products = self._lean.adapted(merged) if self._lean is not None else None
@@ -143,6 +141,28 @@ class MergedWeights(AdapterWeights):
             self._adapted[name].weight.data = weights.get(name, self._original[name])
         if self._lean is not None:
             self._lean.products = (prepared and prepared.products) or self._lean.base_products
+
+
+class Int8Weights(AdapterWeights):
+    """Swaps the 8-bit products of ``lean``, which have adapters beside them."""
+
+    def __init__(self, base: BaseModel, lean: LlamaCpuForward) -> None:
+        super().__init__(base)
+        self._shapes = {
+            name: (module.out_features, module.in_features)
+            for name, module in base.model.named_modules()
+            if isinstance(module, torch.nn.Linear)
+        }
+        self._lean = lean
+
+    def prepare(self, folder: Path) -> PreparedAdapter:
+        loras = read_lora(folder)
+        for name, (a, b, _) in loras.items():
+            check_fits(folder, name, self._shapes.get(name), (b.shape[0], a.shape[1]))
+        return PreparedAdapter(folder, products=self._lean.with_loras(loras))
+
+    def _use(self, prepared: PreparedAdapter | None) -> None:
+        self._lean.products = (prepared and prepared.products) or self._lean.int8_products
 
 
 class PeftWeights(AdapterWeights):
@@ -192,6 +212,18 @@ class PeftWeights(AdapterWeights):
             if self._active is None:  # set_adapter() would not turn them on
                 layers.enable_adapter_layers()
             self._peft.set_adapter(prepared.key)
+
+
+def check_fits(
+    folder: Path, name: str, here: tuple[int, ...] | None, there: tuple[int, int]
+) -> None:
+    """Refuse an adapter of a layer that the model does not have, or has in another shape."""
+    if here is None:
+        raise ModelError(f"adapter: {folder} adapts {name!r}: no linear layer here.")
+    if here != there:
+        raise ModelError(
+            f"adapter: {folder} was trained on another model: {name} is {here} here, {there} there."
+        )
 
 
 def read_lora(folder: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor, float]]:

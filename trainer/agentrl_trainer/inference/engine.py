@@ -20,6 +20,7 @@ import torch
 
 from agentrl_trainer.inference.adapter_swap import (
     MERGE_BELOW,
+    Int8Weights,
     MergedWeights,
     PeftWeights,
     why_not_merged,
@@ -39,6 +40,7 @@ from agentrl_trainer.inference.sampling import uniforms
 from agentrl_trainer.inference.scheduler import Scheduler
 from agentrl_trainer.inference.sequences import Sequence, StopStrings
 from agentrl_trainer.models.loading import BaseModel
+from agentrl_trainer.models.sources import ModelError
 
 log = logging.getLogger(__name__)
 
@@ -61,9 +63,12 @@ class SamplerEngine:
         kv_tokens: int | None = None,
         prefill_chunk: int | None = None,
         merge_below: int = MERGE_BELOW,
+        int8: bool = False,
         after_round: Callable[[], object] = lambda: None,
     ) -> None:
         """The engine owns ``base.model`` from here on: no other code may run or change it.
+
+        ``int8``: sample with 8-bit weights; see ``llama_cpu.Int8Linear``.
 
         ``kv_tokens``: budget of key/value storage in tokens; default a share of free memory.
         ``prefill_chunk``: most prompt tokens between two decode steps, padding included.
@@ -71,16 +76,24 @@ class SamplerEngine:
         so that a bridge to another loop can hand them over once a round.
 
         Raises:
-            ModelError: no strategy samples from this model exactly.
+            ModelError: no strategy samples from this model exactly, or none with 8-bit weights.
         """
         self.base = base
-        unmerged = why_not_merged(base, merge_below)
+        unmerged = why_not_merged(base, 10**12 if int8 else merge_below)
         self.strategy, forward, refused = choose_forward(base, llama_cpu=unmerged is None)
         """Name of the forward strategy: see docs/models.md."""
         self.why_not_lean = unmerged or refused
         """Why the model's own modules decode instead of ``LlamaCpuForward``; None: it does."""
         lean = forward if isinstance(forward, LlamaCpuForward) else None
-        self._weights = PeftWeights(base) if unmerged else MergedWeights(base, lean)
+        self._int8 = int8
+        if int8:
+            if lean is None or base.device.type != "cpu":
+                why = self.why_not_lean or "it is not on a CPU"
+                raise ModelError(f"sampler.weights: {base.name!r} cannot have 8-bit weights: {why}")
+            lean.quantize()
+            self._weights = Int8Weights(base, lean)
+        else:
+            self._weights = PeftWeights(base) if unmerged else MergedWeights(base, lean)
         self._pool = KVPool(kv_tokens or default_budget(base, forward.bytes_per_token))
         self._vocab = vocabulary(base)
         self.grammars = Grammars(base.tokenizer, self._vocab, base.eos_ids)
@@ -92,7 +105,7 @@ class SamplerEngine:
             grammars=self.grammars,
             scorer=Scorer(base),
             max_batch=max_batch,
-            prefill_chunk=prefill_chunk or (512 if base.device.type == "cpu" else 4096),
+            prefill_chunk=prefill_chunk or (4096 if base.device.type == "cuda" else 512),
         )
         self._unseeded = itertools.count()
         self._after_round = after_round
@@ -214,6 +227,9 @@ class SamplerEngine:
             RequestError: (here or in the future) the adapter is not loaded, or a row is empty or
                 longer than the context.
         """
+        if self._int8:
+            message = "a sampler with 8-bit weights (sampler.weights) scores no given tokens"
+            raise RequestError("invalid_parameter", message)
         for row in rows:
             self._check_row("a row to score", row)
         return self._command(lambda: self._scheduler.score(rows, adapter, top))

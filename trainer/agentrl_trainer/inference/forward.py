@@ -29,7 +29,7 @@ from agentrl_trainer.models.sources import ModelError
 
 log = logging.getLogger(__name__)
 
-_CPU_TOKENS, _GPU_TOKENS = 4096, 16384
+_TOKENS, _CUDA_TOKENS = 4096, 16384
 """Tokens that are scored in one forward."""
 
 Forward: TypeAlias = BatchedForward | RowByRowForward
@@ -159,7 +159,7 @@ class Scorer:
                     TrainingRow(row, [at > 0 for at in range(len(row))], zeros, zeros)
                     for row, zeros in zip(rows, blank, strict=True)
                 ],
-                token_budget=_CPU_TOKENS if self._base.device.type == "cpu" else _GPU_TOKENS,
+                token_budget=_CUDA_TOKENS if self._base.device.type == "cuda" else _TOKENS,
                 share=compute.why_padded is None,
             )
             for batch in (packed.to(self._base.device) for packed in batches):

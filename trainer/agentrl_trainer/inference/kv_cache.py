@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from agentrl_trainer.models.devices import free_memory
 from agentrl_trainer.models.loading import BaseModel
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ KEEP_EMPTY = 4096
 MIN_PREFIX = 8
 """Sharing fewer tokens than this is not worth a copy."""
 MOST_PREFIXES = 256
-_CPU_SHARE, _GPU_SHARE = 0.25, 0.6
+_CPU_SHARE, _CUDA_SHARE = 0.25, 0.6
 _CPU_MOST_BYTES = 4 * 2**30
 
 
@@ -56,15 +56,12 @@ class KVShape:
 
 def default_budget(base: BaseModel, bytes_per_token: int) -> int:
     """Return a share of the free memory in tokens, at least one full context."""
+    free = free_memory(base.device)
     if base.device.type == "cuda":
-        free = torch.cuda.mem_get_info(base.device)[0] * _GPU_SHARE
-    else:
-        try:
-            pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-            free = min(pages * _CPU_SHARE, _CPU_MOST_BYTES)
-        except (ValueError, OSError, AttributeError):  # macOS, Windows
-            free = _CPU_MOST_BYTES
-    return max(int(free // bytes_per_token), base.context_length)
+        most = free * _CUDA_SHARE
+    else:  # a Mac's GPU has no memory of its own either
+        most = min(free * _CPU_SHARE, _CPU_MOST_BYTES)
+    return max(int(most // bytes_per_token), base.context_length)
 
 
 class Stored(Protocol):

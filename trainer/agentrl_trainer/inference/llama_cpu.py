@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -43,6 +44,9 @@ _PACK_FROM_ROWS, _PACK_FROM_PRODUCTS = 3, 1_500_000
 """With fewer rows, or multiplications, the plain product is quicker: oneDNN takes 10 µs to start,
 MKL 2, and few rows are bound by reading the weights."""
 _onednn = torch.ops.mkldnn
+_DIGIT = 127
+_SECOND = 2 * _DIGIT
+"""What a first digit's step is divided by: its rounding error is at most half of it."""
 
 
 class FusedLinear:
@@ -74,6 +78,59 @@ class FusedLinear:
         if self.bias is not None:
             more = more + self.bias
         return torch.addmm(more, x, self._transposed)
+
+
+@dataclass(frozen=True, eq=False)
+class Int8Linear:
+    """The same with 8-bit weights, for processors that multiply 8-bit integers (AVX-512 VNNI, AMX).
+
+    Weights are integers with one scale for each output. Inputs keep 15 bits: two 8-bit digits for
+    each number, with one scale for each row, so a row's result does not depend on other rows. An
+    adapter is applied beside the product in float32, because rounding merged weights would lose it.
+    Decoding few rows is bound by reading the weights, which are a quarter of float32's.
+    """
+
+    transposed: Tensor  # [in, out] int8
+    scales: Tensor  # [out] float32
+    sizes: tuple[int, ...]  # outputs of each layer
+    bias: Tensor | None
+    adapters: tuple[tuple[slice, Tensor, Tensor], ...] = ()
+    """For each adapted layer: its outputs, Aᵀ [in, rank] and Bᵀ [rank, out], scaled."""
+
+    @classmethod
+    def of(cls, weights: Sequence[Tensor], bias: Tensor | None) -> Int8Linear:
+        whole = weights[0] if len(weights) == 1 else torch.cat(list(weights))
+        scales = whole.abs().amax(1).clamp_(min=torch.finfo(torch.float32).tiny).div_(_DIGIT)
+        rounded = (whole / scales[:, None]).round_().to(torch.int8)
+        return cls(rounded.t(), scales, tuple(len(w) for w in weights), bias)
+
+    def adapted(self, loras: Sequence[tuple[Tensor, Tensor, float] | None]) -> Int8Linear:
+        """Return the same weights with LoRAs beside them: A [rank, in], B [out, rank], scale."""
+        found: list[tuple[slice, Tensor, Tensor]] = []
+        start = 0
+        for size, lora in zip(self.sizes, loras, strict=True):
+            if lora is not None:
+                a, b, scale = lora
+                part = slice(start, start + size)
+                found.append((part, a.float().t().contiguous(), b.float().t() * scale))
+            start += size
+        return replace(self, adapters=tuple(found))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        scales = x.abs().amax(1, keepdim=True).clamp_(min=torch.finfo(x.dtype).tiny).div_(_DIGIT)
+        first = (rest := x / scales).round()
+        digits = torch.cat([first, rest.sub_(first).mul_(_SECOND)]).round_().to(torch.int8)
+        high, low = torch._int_mm(digits, self.transposed).split(len(x))
+        y = low.mul(1 / _SECOND).add_(high).mul_(scales).mul_(self.scales)
+        if self.bias is not None:
+            y += self.bias
+        for part, a, b in self.adapters:
+            y[:, part].addmm_(x @ a, b)
+        return y
+
+    def plus(self, x: Tensor, more: Tensor) -> Tensor:
+        """Return ``self(x) + more``."""
+        return self(x).add_(more)
 
 
 def can_pack(model: PreTrainedModel) -> bool:
@@ -150,9 +207,10 @@ class LlamaCpuForward(BatchedForward):
         names = {module: name for name, module in base.model.named_modules()}
         self._groups = [[names[linear] for linear in group] for group in groups]
         self._packed = can_pack(base.model)
+        self.int8_products: list[Int8Linear] = []
         self.base_products = [self._fuse(group) for group in groups]
         """The base model's: four a layer, by common input, and the head."""
-        self.products = self.base_products
+        self.products: Sequence[FusedLinear | Int8Linear] = self.base_products
         """Those in use."""
 
     def adapted(self, weights: dict[str, Tensor]) -> list[FusedLinear]:
@@ -169,6 +227,19 @@ class LlamaCpuForward(BatchedForward):
             products.append(FusedLinear(parts, own.bias, packed=self._packed))
             weights.update(zip(names, products[-1].parts, strict=True))
         return products
+
+    def quantize(self) -> None:
+        """Compute with 8-bit weights from now on; the linear layers' own are freed."""
+        self.int8_products = [Int8Linear.of(p.parts, p.bias) for p in self.base_products]
+        self.products, self.base_products = self.int8_products, []
+        for name, module in self._base.model.named_modules():
+            if any(name in group for group in self._groups):
+                module.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+
+    def with_loras(self, loras: dict[str, tuple[Tensor, Tensor, float]]) -> list[Int8Linear]:
+        """Return the 8-bit products with LoRAs by module name."""
+        pairs = zip(self._groups, self.int8_products, strict=True)
+        return [product.adapted([loras.get(name) for name in names]) for names, product in pairs]
 
     def _fuse(self, linears: list[nn.Linear]) -> FusedLinear:
         biases = [cast(Tensor, x.bias.data) for x in linears if x.bias is not None]

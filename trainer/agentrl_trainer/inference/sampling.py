@@ -67,7 +67,8 @@ def pick(
     Log-probabilities are of the raw logits in float32, before steering, temperature and filters.
     """
     logits = logits.float()
-    u = torch.tensor(numbers, dtype=torch.float64, device=logits.device)
+    exact = torch.device("cpu") if logits.device.type == "mps" else logits.device
+    u = torch.tensor(numbers, dtype=torch.float64, device=exact)  # MPS has no float64
     probs = torch.softmax(logits, dim=-1)
     # Log-probabilities as log_softmax gives them, but without its pass over the vocabulary.
     most = logits.amax(dim=-1, keepdim=True)
@@ -91,7 +92,7 @@ def pick(
             # Rounding may leave slightly more than everything.
             log_masses = dict(zip(steering.rows, left.clamp_(max=0.0).tolist(), strict=True))
         weights = torch.softmax(steered, dim=-1)
-        ids[rows] = _sampled(steered, weights, [params[i] for i in steering.rows], u[rows])
+        ids[rows] = _sampled(steered, weights, [params[i] for i in steering.rows], u[steering.rows])
     chosen = ((logits.gather(1, ids[:, None]) - most) + log_of_most)[:, 0]
     tops: list[list[tuple[int, float]]] = [[] for _ in params]
     if deepest := max(p.top_logprobs for p in params):
@@ -106,10 +107,12 @@ def pick(
 def _sampled(
     logits: torch.Tensor, probs: torch.Tensor, params: Sequence[SampleParams], u: torch.Tensor
 ) -> torch.Tensor:
-    """``probs``: the softmax of ``logits``. ``u``: one uniform number per row."""
+    """``probs``: the softmax of ``logits``. ``u``: one uniform number per row, where to compute."""
     greedy = [i for i, p in enumerate(params) if p.greedy]
     if len(greedy) == len(params):
         return logits.argmax(dim=-1)
+    device = logits.device
+    logits, probs = logits.to(u.device), probs.to(u.device)
     if any(p.temperature != 1 for p in params):
         temperature = logits.new_tensor([1.0 if p.greedy else p.temperature for p in params])
         probs = torch.softmax(logits / temperature[:, None], dim=-1)
@@ -124,7 +127,7 @@ def _sampled(
     if greedy:
         rows = torch.tensor(greedy, device=logits.device)
         ids[rows] = logits[rows].argmax(dim=-1)
-    return ids
+    return ids.to(device)
 
 
 def _invert(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:

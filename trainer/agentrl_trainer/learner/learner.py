@@ -71,8 +71,8 @@ class Learner(AdapterOptimizers):
     ) -> None:
         super().__init__(adam or AdamParams(), value.lr if value else 0.0)
         self.base = base
-        # A CPU is fastest with activations that stay in its caches; a GPU must be filled.
-        self.token_budget = token_budget or (4096 if base.device.type == "cpu" else 16384)
+        # A CPU is fastest with activations that stay in its caches; a CUDA GPU must be filled.
+        self.token_budget = token_budget or (16384 if base.device.type == "cuda" else 4096)
         self.value = value
         self.value_heads: dict[str, ValueHead] = {}
         self.model = attach_adapter(base, adapters[0], lora_config(rank, alpha, targets), seed)

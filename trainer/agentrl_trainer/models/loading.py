@@ -31,6 +31,7 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils.logging import disable_progress_bar
 
+from agentrl_trainer.models.devices import choose_device
 from agentrl_trainer.models.sources import ModelError, resolve_model
 from agentrl_trainer.names import BUILT_IN
 
@@ -100,7 +101,7 @@ def load_base(
     its language model, under their names in the whole model.
 
     Args:
-        device: "auto": the first GPU, else the CPU.
+        device: "auto": the first CUDA GPU, else a Mac's GPU (MPS), else the CPU.
         dtype: "auto": the checkpoint's own type on a GPU, float32 on a CPU (where half precision is
             slower and less exact).
         load_in_4bit: linear layers in NF4 (QLoRA, arXiv:2305.14314), by bitsandbytes, computing in
@@ -112,7 +113,7 @@ def load_base(
         ModelError: the model cannot be loaded or used.
     """
     config, tokenizer, load = _load_config(name, trust_remote_code)
-    target = _device(device)
+    target = choose_device(device)
     kind: Any = torch.float32 if target.type == "cpu" else "auto"
     if dtype != "auto" and not isinstance(kind := getattr(torch, dtype, None), torch.dtype):
         raise ModelError(f"dtype: {dtype!r} is unknown; use auto, float32, bfloat16 or float16.")
@@ -268,17 +269,3 @@ def _eos_ids(generation: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[i
     found = getattr(generation, "eos_token_id", None)
     ids = found if isinstance(found, (list, tuple)) else [found]
     return frozenset(int(i) for i in (*ids, tokenizer.eos_token_id) if isinstance(i, int))
-
-
-def _device(device: str) -> torch.device:
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        found = torch.device(device)
-        torch.empty(0, device=found)
-    except (RuntimeError, AssertionError) as error:  # what torch without CUDA raises
-        raise ModelError(
-            f"device: {device!r} cannot be used: {error}. Use auto or cpu, or install torch with "
-            "CUDA."
-        ) from error
-    return found

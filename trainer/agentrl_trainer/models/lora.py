@@ -171,16 +171,26 @@ def read_adapter(peft_model: PeftModel, adapter_name: str, folder: str | Path) -
 # ---- how large a model is, without its weights
 
 
-def count_parameters(name: str, rank: int) -> int | None:
-    """Count the parameters of the base and one adapter of this rank; None if only the model's own
-    code could build it."""
+def model_without_weights(name: str) -> PreTrainedModel | None:
+    """Build a model on the meta device; None if only its own code could build it."""
     try:
         config = AutoConfig.from_pretrained(resolve_model(name), trust_remote_code=False)
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            base = cast(PreTrainedModel, AutoModelForCausalLM.from_config(config))
-            model = get_peft_model(base, lora_config(rank, 32.0, "all-linear"))
+            return cast(PreTrainedModel, AutoModelForCausalLM.from_config(config))
     except (OSError, ValueError, KeyError, ImportError, RuntimeError):
+        return None
+
+
+def count_parameters(name: str, rank: int) -> int | None:
+    """Count the parameters of the base and one adapter of this rank; None if only the model's own
+    code could build it."""
+    if (base := model_without_weights(name)) is None:
+        return None
+    try:
+        with torch.device("meta"):
+            model = get_peft_model(base, lora_config(rank, 32.0, "all-linear"))
+    except (ValueError, RuntimeError):
         return None
     return sum(parameter.numel() for parameter in model.parameters())
 

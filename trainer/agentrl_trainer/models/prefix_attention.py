@@ -36,6 +36,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from agentrl_trainer.models.devices import moved
+
 ATTENTION = "agentrl_trie"
 """Name of ``trie_attention`` among transformers' attention implementations."""
 
@@ -69,8 +71,8 @@ class Block:
         return self._masks[window, dtype]
 
     def to(self, device: torch.device) -> Block:
-        moved = (x.to(device, non_blocking=True) for x in (self.queries, self.keys, self.depths))
-        return Block(*moved, causal=self.causal)
+        parts = (moved(x, device) for x in (self.queries, self.keys, self.depths))
+        return Block(*parts, causal=self.causal)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +87,8 @@ class Trie:
     _masks: dict[int | None, BlockMask] = field(default_factory=dict[int | None, BlockMask])
 
     def to(self, device: torch.device) -> Trie:
-        moved = (x.to(device, non_blocking=True) for x in (self.order, self.depths, self.ends))
-        return Trie([block.to(device) for block in self.blocks], *moved, flex=self.flex)
+        parts = (moved(x, device) for x in (self.order, self.depths, self.ends))
+        return Trie([block.to(device) for block in self.blocks], *parts, flex=self.flex)
 
     def sees(self, window: int | None) -> _mask_mod_signature:
         """Return flex_attention's test whether a query sees a key.

@@ -125,15 +125,19 @@ def vllm_command(config: ModelCommand, max_rank: int) -> list[str]:
         raise ConfigError(
             f"learning.rank: vLLM serves adapters up to rank {_RANKS[-1]}, not {max_rank}"
         )
-    import torch
-
+    from agentrl_trainer.models.devices import default_device
+    from agentrl_trainer.models.loading import checkpoint_dtype
     from agentrl_trainer.models.sources import resolve_model
 
     own, trust = config.model, config.model.trust_remote_code
     model = resolve_model(own.name)
-    on_cpu = own.device == "cpu" or (own.device == "auto" and not torch.cuda.is_available())
-    # As the trainer loads the model: the two must be one policy.
-    dtype = "float32" if on_cpu and own.dtype == "auto" else own.dtype
+    device = default_device().type if own.device == "auto" else own.device
+    dtype = own.dtype
+    if dtype == "auto":  # as the trainer loads the model; vLLM's own would halve float32
+        stored = "float32" if device == "cpu" else checkpoint_dtype(model, trust_remote_code=trust)
+        dtype = str(stored).removeprefix("torch.")
+    # Compiling takes minutes on a CPU, which vLLM uses on a Mac too.
+    eager = ["--enforce-eager"] if device.startswith(("cpu", "mps")) else []
     return [
         *(python, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", model),
@@ -146,7 +150,7 @@ def vllm_command(config: ModelCommand, max_rank: int) -> list[str]:
         *("--max-lora-rank", str(rank)),
         *("--max-loras", str(_MAX_LORAS)),
         *(["--enable-mixed-moe-lora-format"] if _has_experts(model, trust) else []),
-        *(["--enforce-eager"] if on_cpu else []),  # compiling takes minutes on a CPU
+        *eager,
         *(["--trust-remote-code"] if trust else []),
         *shlex.split(config.sampler.vllm.args),  # the last one of a flag counts
     ]

@@ -15,9 +15,11 @@ from typing import Any
 import httpx
 import pytest
 import real_vllm
+import torch
 from fake_gateway import until
 from runner_harness import alive
 from settings import flags, nested
+from small_models import qwen3, save_model
 from tiny_policy import RANK, Policy
 from training_run import Run
 
@@ -56,6 +58,34 @@ def test_an_interpreter_without_vllm_is_refused(tmp_path: Path) -> None:
         vllm_command(settings, 8)
     for elsewhere in (config(), config(sampler="vllm", vllm_url="http://gpu:8000")):
         assert planned_server(elsewhere, tmp_path, max_rank=None) is None
+
+
+@pytest.mark.parametrize(
+    ("cuda", "mps", "device", "stored", "dtype", "eager"),
+    [
+        (False, False, "auto", "bfloat16", "float32", True),
+        (False, True, "auto", "bfloat16", "bfloat16", True),
+        (True, False, "auto", "bfloat16", "bfloat16", False),
+        (True, False, "auto", "float32", "float32", False),
+        (True, False, "cpu", "bfloat16", "float32", True),
+        (False, False, "cuda:1", "bfloat16", "bfloat16", False),
+    ],
+)
+def test_vllm_has_the_precision_of_the_trainers_device(
+    cuda: bool, mps: bool, device: str, stored: str, dtype: str, eager: bool,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+    (python := tmp_path / "python").write_text("#!/bin/sh\nexit 0\n")  # has vLLM
+    python.chmod(0o755)
+    model = save_model(qwen3(layers=1).to(getattr(torch, stored)), tmp_path / "model")
+    settings = config(
+        sampler="vllm", vllm_python=str(python), device=device, **{"model.name": model}
+    )
+    command = vllm_command(settings, 8)
+    assert command[command.index("--dtype") + 1] == dtype
+    assert ("--enforce-eager" in command) == eager
 
 
 # Runs the leash process, impatiently.

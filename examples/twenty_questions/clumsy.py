@@ -1,0 +1,68 @@
+"""A clumsy player: it asks and names at random what the offline answerer understands.
+
+It never looks at the answers, and it knows training nouns only.
+"""
+
+import random
+
+from answerer import CATEGORIES, load_nouns, verdict
+
+SIMPLE = ("animal", "clothing", "food", "vehicle")
+QUESTIONS = str.splitlines("""\
+Is it alive?
+Can it move?
+Can it fly?
+Can you eat it?
+Is it sweet?
+Can you wear it?
+Is it soft?
+Is it made by people?
+Is it made of metal?
+Is it made of wood?
+Does it have wheels?
+Does it have an engine?
+Is it electric?
+Does it have strings?
+Does it make music?
+Is it sharp?
+Does it have legs?
+Does it have fur?
+Does it grow?
+Does it live in water?
+Is it big?
+Is it small?
+Do you find it in a house?""")
+
+
+def naming(word: str) -> str:
+    article = "an " if word[0] in "aeiou" else "a "
+    return f"Is it {'' if word in ('clothing', 'food', 'furniture') else article}{word}?"
+
+
+def question(rng: random.Random, turn: int, nouns: list[str], *, simple: bool) -> str:
+    """Return any question of those that belong early or late in a game.
+
+    In the simple game a property comes first. A player that may name a category at once learns to
+    list three of the four, which wins 75 %, and no longer asks.
+    """
+    if simple:
+        return naming(rng.choice(SIMPLE)) if turn else rng.choice(QUESTIONS)
+    if turn < 3:
+        return naming(rng.choice([*CATEGORIES]))
+    if turn < 5 or rng.random() < 0.2:
+        return rng.choice(QUESTIONS)
+    return naming(rng.choice(nouns))
+
+
+def game(rng: random.Random, *, simple: bool) -> list[tuple[str, str]]:
+    """Return the questions and answers of one game about a training noun."""
+    rows = [row for row in load_nouns("train").values() if not simple or row["category"] in SIMPLE]
+    secret, nouns = rng.choice(rows), [row["noun"] for row in rows]
+    turns: list[tuple[str, str]] = []
+    for turn in range(3 if simple else 20):
+        asked = question(rng, turn, nouns, simple=simple)
+        reply = verdict(secret["noun"], secret["category" if simple else "noun"], asked)
+        turns.append((asked, reply["yes_or_no"]))
+        if reply["correct"]:
+            break
+    return turns

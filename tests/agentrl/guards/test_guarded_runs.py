@@ -1,0 +1,92 @@
+"""Whole runs that a guard ends, and that go on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from documented_metrics import undocumented
+from training_run import Run
+
+from agentrl.runs.best_adapter import best_step, held_out_of
+from agentrl_tracer.schemas import Purpose
+
+pytestmark = [pytest.mark.guards, pytest.mark.timeout(900)]
+
+ROOT = Path(__file__).parents[3]
+LIMIT = "AGENTRL_GUARDS__MAX_RUN_TOKENS"
+
+
+def summary(run: Run) -> dict[str, Any]:
+    return json.loads(run.folder.summary.read_text())
+
+
+def tokens(run: Run, **which: Any) -> int:
+    return sum(len(call.prompt_ids) + len(call.response_ids) for call in run.calls(**which))
+
+
+def test_a_budget_ends_a_run_in_order_and_it_goes_on_as_it_would_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the last bit: in the middle of a step, and before one that does not fit."""
+    settings: dict[str, Any] = {
+        "runners": 1, "steps": 3, "seed": 5, "batch_size": 2, "group_size": 3, "eval_every": 3,
+    }  # fmt: skip
+    whole = Run(tmp_path / "whole", "slow", **settings).finish()
+    evaluation = tokens(whole, step=0, purpose=Purpose.EVAL)
+    step = tokens(whole, step=1, purpose=Purpose.TRAIN)
+
+    run = Run(tmp_path / "run", "slow", **settings)
+    monkeypatch.setenv(LIMIT, str(evaluation + step // 2))
+    run.finish()
+    assert "tokens are spent; the rollouts under way were given up" in run.output
+    assert (summary(run)["steps"], summary(run)["ended_by"]) == (0, "guards.max_run_tokens")
+    assert run.steps() == []
+    assert 0 < run.accounting().skipped["superseded"] < 12
+    spent = summary(run)["spent"]["tokens"]
+    assert spent >= evaluation + step // 2
+
+    # Room for one more step with an evaluation, and not for two.
+    monkeypatch.setenv(LIMIT, str(int(spent + 2 * step + evaluation)))
+    run.finish()
+    assert (summary(run)["steps"], summary(run)["ended_by"]) == (1, "guards.max_run_tokens")
+    assert "are spent, and one more step may take" in run.output
+    assert [at for at, _ in summary(run)["held_out"]] == [0, 1]
+    assert summary(run)["spent"]["tokens"] <= spent + 2 * step + evaluation
+
+    monkeypatch.delenv(LIMIT)
+    run.finish(run.start("-m", "agentrl"))
+    assert run.weights() == whole.weights()
+    steps = [[row for row in one.curve() if "reward/mean" in row] for one in (run, whole)]
+    assert steps[0] == steps[1]
+    run.accounting()
+
+
+def test_a_run_that_collapses_goes_back_to_its_best_step(tmp_path: Path) -> None:
+    """At this learning rate the second update makes noise of every answer."""
+    hello = ROOT / "examples" / "hello"
+    run = Run(
+        tmp_path, f"{hello / 'agent.py'}:agent", tasks=hello / "train.jsonl",
+        eval_tasks=hello / "held_out.jsonl", steps=8, batch_size=8, group_size=8,
+        eval_every=1, learning_rate=0.1, rollouts_per_process=50, **{
+            "guards.on_collapse": "roll_back", "guards.roll_backs": 1, "run.keep_checkpoints": 1,
+        },
+    )  # fmt: skip
+    run.finish()
+    assert "note: alert/" in run.output
+    assert run.output.count("going back to step") == 1
+    assert "learning.learning_rate 0.1 → 0.05, guards.roll_backs 1 → 0" in run.output
+    [back] = [row for row in run.curve() if "went_back_from" in row]
+    assert back["went_back_from"] > back["step"] > 0
+    assert run.folder.read_config()["learning"]["learning_rate"] == 0.05
+    for row in run.steps():
+        assert row["learning_rate"] == (0.1 if row["step"] <= back["step"] else 0.05)
+    assert run.accounting().skipped["superseded"] > 0
+    assert undocumented(run.folder.read_metrics()) == {}
+    best = best_step(held_out_of(run.folder)) or 0
+    kept = (run.folder.best_adapter / "adapter_model.safetensors").read_bytes()
+    version = run.folder.adapter_version("policy", best)
+    assert kept == (version / "adapter_model.safetensors").read_bytes()
+    assert (run.folder.checkpoints / f"step-{best:08d}").is_dir()

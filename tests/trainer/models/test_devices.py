@@ -1,0 +1,102 @@
+"""Devices: which one is chosen, and what CUDA and MPS change, as far as a CPU can show it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from small_learner import base_model
+
+from agentrl_trainer.checkpoint import capture_rng, restore_rng
+from agentrl_trainer.inference.kv_cache import default_budget
+from agentrl_trainer.models.devices import choose_device, free_memory, moved
+from agentrl_trainer.models.sources import ModelError
+
+GIB = 2**30
+KINDS = ("cpu", "cuda", "mps")
+
+
+@pytest.mark.parametrize(
+    ("cuda", "mps", "chosen"),
+    [(True, True, "cuda"), (True, False, "cuda"), (False, True, "mps"), (False, False, "cpu")],
+)
+def test_auto_is_cuda_then_mps_then_the_cpu(
+    cuda: bool, mps: bool, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+    assert choose_device("auto") == torch.device(chosen)
+
+
+@pytest.mark.parametrize("name", ["cuda:99", "mps:99", "gpu"])
+def test_a_device_that_is_not_there_is_named(name: str) -> None:
+    with pytest.raises(ModelError, match=f"device: '{name}' cannot be used"):
+        choose_device(name)
+
+
+def with_memory(monkeypatch: pytest.MonkeyPatch, kind: str, free: int) -> torch.device:
+    """A device of this kind, whose driver says that so much is free."""
+    memory = type("Memory", (), {"available": free})
+    monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 2 * free))
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: free + GIB)
+    monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: GIB)
+    return torch.device(kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_that_is_free(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert free_memory(with_memory(monkeypatch, kind, 8 * GIB)) == 8 * GIB
+
+
+@pytest.mark.parametrize(
+    ("kind", "free", "budget"),
+    [
+        ("cpu", 8 * GIB, 2 * GIB),
+        ("cpu", 80 * GIB, 4 * GIB),
+        ("mps", 8 * GIB, 2 * GIB),
+        ("cuda", 80 * GIB, 48 * GIB),
+        ("cuda", 0, 2**20 * 64),  # one context
+    ],
+)
+def test_the_sampler_takes_a_share_of_it(
+    kind: str, free: int, budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = base_model()
+    there = replace(base, device=with_memory(monkeypatch, kind, free))
+    assert default_budget(there, 2**20) == budget // 2**20
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_copies_to_cuda_are_not_waited_for(kind: str) -> None:
+    asked: dict[str, Any] = {}
+
+    class Copied(torch.Tensor):
+        def to(self, *_: Any, **options: Any) -> Any:
+            asked.update(options)
+            return self
+
+    moved(torch.zeros(1).as_subclass(Copied), torch.device(kind))
+    assert asked == {"non_blocking": kind == "cuda"}
+
+
+def test_the_random_states_of_other_devices_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = {"mps": torch.tensor([1]), "cuda:0": torch.tensor([2])}
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.mps, "get_rng_state", lambda: states["mps"])
+    monkeypatch.setattr(torch.mps, "set_rng_state", lambda x: states.update({"mps": x}))
+    for name in ("is_available", "is_initialized"):
+        monkeypatch.setattr(torch.cuda, name, lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: [states["cuda:0"]])
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda x, at: states.update({at: x}))
+    kept = capture_rng()
+    before = dict(states)
+    states.update(dict.fromkeys(states, torch.tensor([0])))
+    restore_rng(kept)
+    assert states == before
+    # Where the devices are missing, their states are left out.
+    monkeypatch.undo()
+    restore_rng(kept)

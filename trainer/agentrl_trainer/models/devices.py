@@ -1,0 +1,55 @@
+"""What torch's devices differ in: which one ``auto`` is, their free memory, copies to them.
+
+docs/devices.md lists these branches and those elsewhere, each with its test.
+"""
+
+from __future__ import annotations
+
+import psutil
+import torch
+from torch import Tensor
+
+from agentrl_trainer.models.sources import ModelError
+
+
+def default_device() -> torch.device:
+    """Return what ``auto`` is: the first CUDA GPU, else the GPU of a Mac (MPS), else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+
+def choose_device(name: str) -> torch.device:
+    """Return the device of this name, or of ``auto``.
+
+    Raises:
+        ModelError: this machine, or its build of torch, does not have it.
+    """
+    if name == "auto":
+        return default_device()
+    try:
+        found = torch.device(name)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError) as error:  # what torch without CUDA raises
+        raise ModelError(
+            f"device: {name!r} cannot be used: {error}. Use auto or cpu, or install the build of "
+            "torch for this device."
+        ) from error
+    return found
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the bytes that this process may still take on a device."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type == "mps":  # the machine's own memory; Metal recommends how much of it
+        return max(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory(), 0)
+    return psutil.virtual_memory().available
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy to a device, on CUDA without waiting for it.
+
+    On MPS such a copy may read memory that was freed (github.com/pytorch/pytorch/issues/189690).
+    """
+    return tensor.to(device, non_blocking=device.type == "cuda")
