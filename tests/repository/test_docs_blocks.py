@@ -34,6 +34,7 @@ NEEDS: dict[str, dict[str, int]] = {
     "docs/serving.md": {"llama.cpp and Ollama": 1},
     "docs/scale.md": {"a cluster": 3},
     "docs/vllm.md": {"a GPU": 2},
+    "docs/devices.md": {"a GPU": 1},
 } | {
     f"docs/{name}.md": {}
     for name in ("tutorial", "runs", "adapters", "attribution", "client", "protocols")

@@ -112,9 +112,9 @@ def test_a_service_that_fails_at_the_end_does_not_spoil_it() -> None:
             raise ConnectionError("connection refused")
 
     gone: Any = Gone()
-    TrainingClients(gone, {}, 8, 1e-3, failures=(ConnectionError,)).close()
+    TrainingClients(gone, {}, 8, None, 1e-3, failures=(ConnectionError,)).close()
     with pytest.raises(ConnectionError):  # a fault of ours
-        TrainingClients(gone, {}, 8, 1e-3).close()
+        TrainingClients(gone, {}, 8, None, 1e-3).close()
 
 
 def weights(run: Run, served: Path) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from agentrl_tracer.schemas import Call, CallState, Claim
 from agentrl_trainer.data.skip_reasons import SkipRules
 from agentrl_trainer.data.trajectories import build_trajectories
 
+RULES = SkipRules(max_length=10_000)
 BODIES = {f"/{path}": body for path, body in SHORTEST.items()} | {
     "/completions": {"prompt": ["One", "Two"]}
 }
@@ -216,7 +217,7 @@ def assert_trained_once(gateway: Running, calls: int) -> None:
     """Every call is a row of its own, of the tokens that its sampler gave, and each trains."""
     recorded = gateway.calls(gateway.claims[0])
     assert len(recorded) == calls
-    built = build_trajectories(recorded, SkipRules(max_length=10_000))
+    built = build_trajectories(recorded, RULES)
     assert not built.skipped
     assert [row.call_ids for row in built.trajectories] == [[call.id] for call in recorded]
     for row, seen in zip(built.trajectories, gateway.sampler.requests, strict=True):
@@ -232,7 +233,7 @@ def test_a_request_and_its_retry_train_once(gateway: Running, when: str) -> None
         said(gateway, **RETRY)
         # Delivery is noted after the last byte.
         claim = gateway.claims[0]
-        wait_until(lambda: gateway.calls(claim)[0].state is CallState.COMPLETED)
+        wait_until(lambda: not build_trajectories(gateway.calls(claim), RULES).skipped)
     elif when == "in flight":
         gateway.sampler.delay = 0.05
         with ThreadPoolExecutor() as pool:

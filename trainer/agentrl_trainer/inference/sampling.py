@@ -155,7 +155,8 @@ def _search(weights: torch.Tensor, u: torch.Tensor) -> tuple[torch.Tensor, torch
     sums = weights.cumsum(-1, dtype=torch.float64)
     total = sums[:, -1:]
     goal = (u[:, None] * total).minimum(total.nextafter(torch.zeros_like(total)))
-    found = torch.searchsorted(sums, goal, right=True)
+    # Beyond the end only where a weight is NaN.
+    found = torch.searchsorted(sums, goal, right=True).clamp_(max=weights.shape[1] - 1)
     return found, sums.gather(1, found) - goal
 
 
