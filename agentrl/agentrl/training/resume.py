@@ -79,6 +79,9 @@ def go_back(folder: RunFolder, step: str) -> None:
             f"resume: {folder.root} has no checkpoint of step {after}; kept are those of: {kept}. "
             "Give one of them as RUN@STEP, or RUN for the newest"
         )
+    store, run = open_store(folder)
+    with contextlib.closing(store):  # first: a gateway loads the newest adapters that it names
+        store.drop_adapters_after(run["id"], int(after))
     for at, path in (*checkpoints, *_numbered(folder.adapters.glob("*/v*"))):
         if at > int(after):
             path.rename(path.with_name(f"{_SUPERSEDED}{path.name}-{secrets.token_hex(4)}"))

@@ -206,10 +206,12 @@ def test_a_run_without_a_whole_checkpoint_is_not_begun_again(tmp_path: Path, tor
 
 def test_a_run_goes_back_to_a_kept_step(tmp_path: Path) -> None:
     """What was made later is put aside: no later command takes it for the run's own."""
-    folder = RunFolder(tmp_path / "run")
+    folder = started(tmp_path)
+    store, run_id = Store(str(folder.store)), folder.run_id.read_text()
     for step in (2, 4, 6):
         (folder.checkpoints / f"step-{step:08d}").mkdir(parents=True)
-        folder.adapter_version("policy", step).mkdir(parents=True)
+        (adapter := folder.adapter_version("policy", step)).mkdir(parents=True)
+        store.publish_adapter(run_id, "policy", step, str(adapter), step)
         folder.append_metrics({"step": step, "eval/accuracy": 0.5 if step == 4 else 0.25})
     with pytest.raises(ConfigError, match=r"no checkpoint of step 3; kept are those of: 2, 4, 6"):
         go_back(folder, "3")
@@ -222,3 +224,6 @@ def test_a_run_goes_back_to_a_kept_step(tmp_path: Path) -> None:
     for folders in (folder.checkpoints, folder.adapters / "policy"):
         assert len([*folders.glob("superseded-*6-*")]) == 1
         assert len([*folders.iterdir()]) == 3
+    # The gateway loads the newest that the store names, before the run is restored.
+    assert [one.version for one in store.latest_adapters(run_id)] == [4]
+    store.close()
