@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
+import torch
 
 from agentrl.capacity import available_cores, choose_runners, sampler_threads, trainer_threads
-from agentrl.config.settings import AgentSettings, RunnerSettings
+from agentrl.config.checks import correction_mode
+from agentrl.config.commands import TrainConfig
+from agentrl.config.settings import (
+    AgentSettings,
+    GatewaySettings,
+    ModelSettings,
+    RolloutSettings,
+    RunnerSettings,
+    SamplerSettings,
+    TrainAgentSettings,
+)
+from agentrl.gateway.process import GatewayPlan, make_sampler
+from agentrl.samplers.embedded import EmbeddedSampler
+from agentrl.training.clients import create_clients
 
 SMALL, LARGE = 850_000, 135_000_000
 
@@ -77,3 +93,54 @@ def test_more_runners_by_default_where_they_cost_little(
     why = choose_runners(model, AgentSettings(**agent), settings, rollouts)
     assert settings.runners == runners
     assert (why is not None) == (runners > 8)
+
+
+# ---- who uses them
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every model is worth threads; the test's own number comes back."""
+    monkeypatch.setattr("agentrl.capacity._WORTH_THREADS", 1)
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize(("beside", "count"), [(False, 2), (True, 1)])
+def test_the_gateways_sampler_computes_with_them(beside: bool, count: int) -> None:
+    sampler, _ = make_sampler(
+        GatewayPlan(
+            model=ModelSettings(cores=2, device="cpu"), sampler=SamplerSettings(weights="int8"),
+            gateway=GatewaySettings(), store="unused", trains_beside=beside,
+        )
+    )  # fmt: skip
+    assert torch.get_num_threads() == count
+    assert isinstance(sampler, EmbeddedSampler)
+    assert sampler.engine._int8
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize(("staleness", "count"), [(0, 2), (1, 1)])
+def test_the_trainer_computes_with_them(staleness: int, count: int, tmp_path: Path) -> None:
+    config = TrainConfig(
+        agent=TrainAgentSettings(entrypoint="json:loads", tasks=tmp_path / "none"),
+        model=ModelSettings(cores=2, device="cpu"),
+        rollouts=RolloutSettings(max_staleness=staleness),
+    )
+    backend = create_clients(config, tmp_path, lambda _: None)
+    client = backend.clients["policy"]
+    assert client.local(lambda _: torch.get_num_threads()).result() == count
+    backend.close()
+
+
+@pytest.mark.parametrize(("weights", "mode"), [("model", "none"), ("int8", "truncate")])
+def test_another_policy_of_the_sampler_is_corrected(
+    weights: Literal["model", "int8"], mode: str
+) -> None:
+    config = TrainConfig(
+        agent=TrainAgentSettings(entrypoint="json:loads", tasks=Path("none")),
+        sampler=SamplerSettings(weights=weights),
+    )
+    assert correction_mode(config) == mode
