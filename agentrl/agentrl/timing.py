@@ -35,17 +35,17 @@ class PhaseTimer:
 
     def add(self, other: PhaseTimer) -> None:
         for phase, seconds in other.spent.items():
-            self._add(phase, seconds, other.busy.get(phase, 0.0))
+            self._add(phase, seconds, other.busy[phase])
 
     def _add(self, phase: str, seconds: float, busy: float) -> None:
         self.spent[phase] = self.spent.get(phase, 0.0) + seconds
         self.busy[phase] = self.busy.get(phase, 0.0) + busy
 
     def shares(self) -> dict[str, float]:
-        """Return the share of the machine's cores that were busy in each phase, 0 to 1."""
+        """Return the share of the machine's cores that were busy in each timed phase, 0 to 1."""
         cores = psutil.cpu_count() or 1
-        whole = {phase: seconds * cores for phase, seconds in self.spent.items()}
-        return {p: min(1.0, self.busy.get(p, 0.0) / of) for p, of in whole.items() if of}
+        whole = {phase: self.spent[phase] * cores for phase in self.busy}
+        return {p: min(1.0, self.busy[p] / of) for p, of in whole.items() if of}
 
 
 def busy_core_seconds() -> float:

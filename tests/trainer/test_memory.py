@@ -12,7 +12,7 @@ from small_models import qwen3, save_model, training_row
 
 from agentrl_trainer.inference.forward import choose_forward
 from agentrl_trainer.learner.learner import Learner
-from agentrl_trainer.memory import estimate_memory, free_memory, left_in_container
+from agentrl_trainer.memory import estimate_memory
 from agentrl_trainer.models.loading import load_base
 
 CPU = torch.device("cpu")
@@ -65,15 +65,3 @@ def test_settings_lower_the_estimate() -> None:
 def test_unknown_models_have_no_estimate(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "unheard-of"}')
     assert estimate_memory(str(tmp_path), rank=8, device=CPU) is None
-
-
-def test_free_memory_knows_the_machine_and_its_container(tmp_path: Path) -> None:
-    free = free_memory(CPU)
-    assert free is not None
-    assert 2**26 < free < 2**50
-    assert left_in_container(tmp_path) is None
-    for name, text in {"max": "1000", "current": "700", "stat": "inactive_file 200\n"}.items():
-        (tmp_path / f"memory.{name}").write_text(text)
-    assert left_in_container(tmp_path) == 500
-    (tmp_path / "memory.max").write_text("max\n")
-    assert left_in_container(tmp_path) is None

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from peft import get_peft_model
@@ -119,40 +117,3 @@ def _activation(config: object, size: int, rank: int, *, recomputed: bool) -> in
         read = 5 * hidden + width + inner + 7 * rank + 4 * hidden
     of_layer = kept * size + read * 4
     return layers * hidden * size + of_layer if recomputed else layers * of_layer
-
-
-def free_memory(device: torch.device) -> int | None:
-    """Return the bytes that a device has free for this machine's processes; None: it does not tell.
-
-    A container's limit counts.
-    """
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    if device.type == "mps":
-        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
-    found = [_meminfo(), left_in_container()]
-    known = [one for one in found if one is not None]
-    if not known and hasattr(os, "sysconf"):  # macOS tells only how much there is
-        known = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    return min(known, default=None)
-
-
-def _meminfo() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    found = (int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    return next(found, None)
-
-
-def left_in_container(folder: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Return what the control group of a container leaves, file cache that may go included."""
-    try:
-        limit, used = ((folder / f"memory.{one}").read_text().strip() for one in ("max", "current"))
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):
-        return None
-    if not limit.isdigit():
-        return None
-    return max(int(limit) - int(used) + int(stat.get("inactive_file", 0)), 0)

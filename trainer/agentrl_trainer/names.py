@@ -1,6 +1,7 @@
-"""Names of built-in models, and checks of names that become files or folders.
+"""Name the built-in models, and check names that become files or folders.
 
-Those are names of runs, adapters, clients and saved states."""
+Such names are those of runs, adapters, clients and saved states.
+"""
 
 from __future__ import annotations
 

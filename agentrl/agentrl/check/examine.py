@@ -23,8 +23,8 @@ from agentrl_proxy.rendering.renderer import Renderer
 from agentrl_tracer.schemas import Call, Rollout
 from agentrl_trainer.data.packing import count_tokens
 from agentrl_trainer.data.training_row import TrainingRow, to_training_row
-from agentrl_trainer.memory import estimate_memory, free_memory
-from agentrl_trainer.models.devices import choose_device
+from agentrl_trainer.memory import estimate_memory
+from agentrl_trainer.models.devices import choose_device, free_memory
 from agentrl_trainer.models.loading import load_facts
 
 

@@ -16,13 +16,12 @@ from agentrl.training.clients import create_clients
 from agentrl_trainer.client import AdamParams
 from agentrl_trainer.data.packing import count_tokens, pack
 from agentrl_trainer.data.training_row import TrainingRow
+from agentrl_trainer.learner.learner import TOKENS_PER_THREAD, default_token_budget
 
 if TYPE_CHECKING:
     from agentrl_trainer.memory import MemoryEstimate
 
 _GB = 1e9
-_TOKENS_PER_THREAD = 512
-"""Of a micro-batch on a CPU, where rows share little; see ``learner``."""
 _OF_MEMORY = 0.9
 """What may be filled by an estimate."""
 MOST_MEASURED = 4096
@@ -54,12 +53,11 @@ def memory_need(
     """
     adapters, how = len(config.trained), config.rollouts
     longest = max((len(row.tokens) for row in rows), default=1)
+    budget = config.learning.micro_batch_tokens or default_token_budget(device)
     if device == "cpu":
-        budget, enough = config.learning.micro_batch_tokens or 4096, _TOKENS_PER_THREAD * threads
-        packed = pack(rows, token_budget=budget, enough=enough)
+        packed = pack(rows, token_budget=budget, enough=TOKENS_PER_THREAD * threads)
         batch = max((some.input_ids.numel() for some in packed), default=1)
     else:
-        budget = config.learning.micro_batch_tokens or (16384 if device == "cuda" else 4096)
         step = count_tokens(rows).unique * how.batch_size * how.group_size // rollouts
         batch = max(min(budget, step), longest)
     in_flight = min(how.runners * how.concurrency, how.batch_size * how.group_size)

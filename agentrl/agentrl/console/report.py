@@ -80,7 +80,7 @@ def training_report(summary: Summary) -> Group:
     split = ", ".join(f"{name} {seconds:.1f}" for name, seconds in summary.seconds.items())
     rows.append(("time", f"{sum(summary.seconds.values()):.0f} s: {split}"))
     busy = summary.cores_busy
-    told = [f"{name} {busy[name]:.0%}" for name in summary.seconds if busy.get(name)]
+    told = [f"{name} {busy[name]:.0%}" for name in summary.seconds if name in busy]
     rows.append(("cores busy", ", ".join(told)))
     places = [
         whole((f"{name:<{_NAME_WIDTH}}  ", "dim"), shown(path))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from small_learner import base_model
 
 from agentrl_trainer.checkpoint import capture_rng, restore_rng
 from agentrl_trainer.inference.kv_cache import default_budget
-from agentrl_trainer.models.devices import choose_device, free_memory, moved
+from agentrl_trainer.models.devices import choose_device, free_memory, left_in_container, moved
 from agentrl_trainer.models.sources import ModelError
 
 GIB = 2**30
@@ -100,3 +101,13 @@ def test_the_random_states_of_other_devices_are_kept(monkeypatch: pytest.MonkeyP
     # Where the devices are missing, their states are left out.
     monkeypatch.undo()
     restore_rng(kept)
+
+
+def test_free_memory_knows_the_machine_and_its_container(tmp_path: Path) -> None:
+    assert 2**26 < free_memory(torch.device("cpu")) < 2**50
+    assert left_in_container(tmp_path) is None
+    for name, text in {"max": "1000", "current": "700", "stat": "inactive_file 200\n"}.items():
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert left_in_container(tmp_path) == 500
+    (tmp_path / "memory.max").write_text("max\n")
+    assert left_in_container(tmp_path) is None

@@ -85,7 +85,7 @@ class AdapterWeights(ABC):
     def _use(self, prepared: PreparedAdapter | None) -> None: ...
 
 
-def why_not_merged(base: BaseModel, merge_below: int = MERGE_BELOW) -> str | None:
+def why_not_merged(base: BaseModel, merge_below: float = MERGE_BELOW) -> str | None:
     """Say why adapters are not merged into copies of the weights; None if they are."""
     if expert_count(base.model.config):
         return "it is a mixture of experts"
@@ -123,10 +123,9 @@ class MergedWeights(AdapterWeights):
     def prepare(self, folder: Path) -> PreparedAdapter:
         merged: dict[str, torch.Tensor] = {}
         for name, (a, b, scale) in read_lora(folder).items():
-            weight = self._original.get(name)
             if isinstance(self._adapted.get(name), Conv1D):  # GPT-2's: its weight is [in, out]
                 a, b = b.T, a.T
-            shape = None if weight is None else tuple(weight.shape)
+            shape = tuple(self._original[name].shape) if name in self._original else None
             check_fits(folder, name, shape, (b.shape[0], a.shape[1]))
             weight = self._original[name]
             update = (b.to(weight.device).float() @ a.to(weight.device).float()) * scale

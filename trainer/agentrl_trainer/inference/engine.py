@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Sequences
@@ -79,7 +80,7 @@ class SamplerEngine:
             ModelError: no strategy samples from this model exactly, or none with 8-bit weights.
         """
         self.base = base
-        unmerged = why_not_merged(base, 10**12 if int8 else merge_below)
+        unmerged = why_not_merged(base, math.inf if int8 else merge_below)
         self.strategy, forward, refused = choose_forward(base, llama_cpu=unmerged is None)
         """Name of the forward strategy: see docs/models.md."""
         self.why_not_lean = unmerged or refused

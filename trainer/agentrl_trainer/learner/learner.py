@@ -40,7 +40,7 @@ from agentrl_trainer.models.lora import (
 )
 from agentrl_trainer.models.lora_targets import what_is_trained
 
-_TOKENS_PER_THREAD = 512
+TOKENS_PER_THREAD = 512
 """More in a micro-batch do not speed up a CPU, but cost memory for their activations."""
 
 
@@ -72,7 +72,7 @@ class Learner(AdapterOptimizers):
         super().__init__(adam or AdamParams(), value.lr if value else 0.0)
         self.base = base
         # A CPU is fastest with activations that stay in its caches; a CUDA GPU must be filled.
-        self.token_budget = token_budget or (16384 if base.device.type == "cuda" else 4096)
+        self.token_budget = token_budget or default_token_budget(base.device.type)
         self.value = value
         self.value_heads: dict[str, ValueHead] = {}
         self.model = attach_adapter(base, adapters[0], lora_config(rank, alpha, targets), seed)
@@ -208,7 +208,7 @@ class Learner(AdapterOptimizers):
 
     def _pack(self, rows: Sequence[TrainingRow]) -> list[MicroBatch]:
         on_cpu = self.base.device.type == "cpu"
-        enough = _TOKENS_PER_THREAD * torch.get_num_threads() if on_cpu else None
+        enough = TOKENS_PER_THREAD * torch.get_num_threads() if on_cpu else None
         share = self.why_not_shared is None
         return pack(rows, token_budget=self.token_budget, enough=enough, share=share)
 
@@ -341,6 +341,11 @@ class Learner(AdapterOptimizers):
         counts, refused = count_tokens(rows, batches), bool(self.non_finite)
         stats = step_stats(loss.item(), sums, counts, non_finite=refused)
         return stats, dict(metrics)
+
+
+def default_token_budget(device: str) -> int:
+    """Return the tokens of a micro-batch on a device of this type."""
+    return 16384 if device == "cuda" else 4096
 
 
 def _gather(batch: MicroBatch, columns: Mapping[int, Sequence[float]]) -> Tensor:

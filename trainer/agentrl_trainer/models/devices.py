@@ -5,6 +5,8 @@ docs/devices.md lists these branches and those elsewhere, each with its test.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import psutil
 import torch
 from torch import Tensor
@@ -39,12 +41,26 @@ def choose_device(name: str) -> torch.device:
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes that this process may still take on a device."""
+    """Return the bytes that this process may still take on a device; a container's limit counts."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if device.type == "mps":  # the machine's own memory; Metal recommends how much of it
         return max(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory(), 0)
-    return psutil.virtual_memory().available
+    free: int = psutil.virtual_memory().available
+    left = left_in_container()
+    return free if left is None else min(free, left)
+
+
+def left_in_container(folder: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Return what the control group of a container leaves, file cache that may go included."""
+    try:
+        limit, used = ((folder / f"memory.{one}").read_text().strip() for one in ("max", "current"))
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return None
+    if not limit.isdigit():
+        return None
+    return max(int(limit) - int(used) + int(stat.get("inactive_file", 0)), 0)
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:

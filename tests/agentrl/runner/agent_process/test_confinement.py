@@ -28,7 +28,7 @@ from agentrl.runner.pool_client import start_pool
 _STANDARD = {sysconfig.get_path("stdlib"), f"{sysconfig.get_path('stdlib')}/lib-dynload"}
 SPY = Path(__file__).parents[3] / "support/spying_agent.py"
 WRITTEN = Path("/tmp/written-by-an-agent")
-UNPRIVILEGED = "nobody"  # every Linux system has this user
+UNPRIVILEGED = "nobody"  # a user of every Linux system
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="no bubblewrap here")
 
