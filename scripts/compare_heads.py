@@ -17,15 +17,19 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.process_memory import TreeMemory
+
+from agentrl_trainer.models.sources import resolve_model
+
 Figures = dict[str, float]
-CASES = ("4x8, 64+64", "8x8, 512+32", "agent, a row per rollout")
-SAVE_MODEL = "import sys, pathlib, run; run.save_model(sys.argv[1], pathlib.Path(sys.argv[2]))"
+CASES = ("8x8, 64+64", "8x8, 512+128", "agent")
 
 
 def gateway(checkout: Path, results: Path) -> Figures:
@@ -40,8 +44,7 @@ def gateway(checkout: Path, results: Path) -> Figures:
 def trainer(checkout: Path, results: Path) -> Figures:
     found: Figures = {}
     for case in CASES:
-        model = results / case
-        run(checkout, "-c", SAVE_MODEL, case, model, folder="trainer")
+        model = resolve_model("smollm2-135m")
         printed = run(checkout, "trainer/agentrl_side.py", "--case", case, "--model", model)
         line = json.loads(printed.splitlines()[-1])
         found[f"CPU s, {case}"] = line["cpu_seconds"]
@@ -50,11 +53,12 @@ def trainer(checkout: Path, results: Path) -> Figures:
 
 
 def sampler(checkout: Path, results: Path) -> Figures:
-    run(checkout, "sampler/run.py", "--only", "agentrl", "--results", results)
+    run(checkout, "sampler/run.py", "--only", "agentrl", "steps", "--results", results,
+        "--folder", results / "models")  # fmt: skip
     record = json.loads((results / "sampler.json").read_text())
-    steps = record["decode_step_cpu_ms"].items()
-    cpu = float(record["rows"][0][3])
-    return {"CPU s, 64 requests": cpu} | {f"CPU-ms, step of {n} rows": ms for n, ms in steps}
+    seconds = min(one["seconds"] for one in record["sides"]["agentrl"]["passes"])
+    steps = record["steps"]["steps"].items()
+    return {"s, 64 requests": seconds} | {f"ms, step of {n} rows": x["ms"] for n, x in steps}
 
 
 def end_to_end(checkout: Path, results: Path) -> Figures:
@@ -83,12 +87,12 @@ BENCHMARKS: dict[str, Callable[[Path, Path], Figures]] = {
 }
 
 
-def run(checkout: Path, *command: Any, folder: str = "") -> str:
+def run(checkout: Path, *command: Any) -> str:
     """Run a benchmark's script in a checkout on its own interpreter; return what it printed."""
     done = subprocess.run(
         [checkout / ".venv/bin/python", *map(str, command)],
-        cwd=checkout / "benchmarks" / folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=checkout / "benchmarks",
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(checkout)},
         capture_output=True,
         text=True,
     )
@@ -97,51 +101,10 @@ def run(checkout: Path, *command: Any, folder: str = "") -> str:
     return done.stdout
 
 
-class PeakPss:
-    """Sample the proportional memory of all processes below this one, twice a second."""
-
-    def __enter__(self) -> PeakPss:
-        self.megabytes, self._ended = 0.0, threading.Event()
-        self._thread = threading.Thread(target=self._sample)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _sample(self) -> None:
-        while not self._ended.wait(0.5):
-            total = sum(pss_kb(pid) for pid in below(os.getpid()))
-            self.megabytes = max(self.megabytes, total / 1024)
-
-
-def below(root: int) -> set[int]:
-    """Return the processes that descend from one."""
-    parents: dict[int, int] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue
-    found, new = set[int](), {root}
-    while new := {pid for pid, parent in parents.items() if parent in new} - found:
-        found |= new
-    return found
-
-
-def pss_kb(pid: int) -> int:
-    try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    except OSError:  # it has ended
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("Pss:")), 0)
-
-
 def measure(name: str, checkout: Path) -> Figures:
-    with tempfile.TemporaryDirectory() as results, PeakPss() as peak:
+    with tempfile.TemporaryDirectory() as results, TreeMemory(os.getpid()) as memory:
         found = BENCHMARKS[name](checkout, Path(results))
-    return found | {"peak PSS": peak.megabytes}
+    return found | {"peak PSS": memory.peak(besides={os.getpid()})}
 
 
 def main() -> None:

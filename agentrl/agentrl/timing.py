@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import psutil
 
-_OPENMP = {"GOMP_SPINCOUNT": "2000", "KMP_BLOCKTIME": "0"}
+_OPENMP = {"GOMP_SPINCOUNT": "30000", "KMP_BLOCKTIME": "0"}
 """For GNU's and Intel's libraries: rounds, and milliseconds, that a waiting thread stays awake."""
 
 FIRST_NOTICE_S, LONGEST_PAUSE_S = 5.0, 15.0

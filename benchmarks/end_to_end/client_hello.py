@@ -103,7 +103,10 @@ def learn(
             seconds += time.perf_counter() - began
             if step % eval_every == 0 or step == steps:
                 accuracy.append((step, held_out(policy, tokenizer, asked_later)))
-    return {"steps": step, "held_out": accuracy, "seconds_per_step": seconds / step}
+    return {
+        "steps": step, "held_out": accuracy, "seconds_per_step": seconds / step,
+        "evaluated_at": time.time(),
+    }  # fmt: skip
 
 
 def main() -> None:

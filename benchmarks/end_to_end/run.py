@@ -41,17 +41,19 @@ class Run:
     seed: int
     steps: int
     accuracy: float  # held out, at the end
-    wall: float  # seconds, from process start to its end
+    wall: float  # seconds, from process start to the end of the last held-out evaluation
+    ended: float  # seconds, from process start to its end
     cpu: float  # seconds, of the process and all its descendants
     per_step: float  # seconds of wall clock: generate, learn, and pass the weights on
     held_out: list[list[float]]  # (step, accuracy), from before the first step on
 
 
-def measured(command: list[str], log: Path, threads: int) -> tuple[float, float]:
-    """(wall, CPU) seconds of a command with all its descendants, also those it has orphaned."""
+def measured(command: list[str], log: Path, threads: int) -> tuple[float, float, float]:
+    """When a command began, and its (wall, CPU) seconds with all its descendants, also those it has
+    orphaned."""
     env = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    started = time.perf_counter()
+    began, started = time.time(), time.perf_counter()
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, env=env, cwd=ROOT)
         try:
@@ -70,7 +72,7 @@ def measured(command: list[str], log: Path, threads: int) -> tuple[float, float]
     if code:
         raise SystemExit(f"{command[:3]} ended with {code}:\n{log.read_text()[-3000:]}")
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return wall, cpu
+    return began, wall, cpu
 
 
 def run_trl(options: argparse.Namespace, seed: int, folder: Path) -> Run:
@@ -85,7 +87,7 @@ def run_script(
     tool: str, python: str, script: str, options: argparse.Namespace, seed: int, folder: Path
 ) -> Run:
     folder.mkdir(parents=True, exist_ok=True)
-    wall, cpu = measured(
+    began, wall, cpu = measured(
         [
             python, str(HERE / script),
             "--model", resolve_model(options.model),
@@ -103,8 +105,8 @@ def run_script(
     )  # fmt: skip
     found = json.loads((folder / "figures.json").read_text())
     return Run(
-        tool, seed, found["steps"], found["held_out"][-1][1], wall, cpu,
-        found["seconds_per_step"], found["held_out"],
+        tool, seed, found["steps"], found["held_out"][-1][1], found["evaluated_at"] - began, wall,
+        cpu, found["seconds_per_step"], found["held_out"],
     )  # fmt: skip
 
 
@@ -125,24 +127,27 @@ def run_agentrl(options: argparse.Namespace, seed: int, folder: Path) -> Run:
     ]  # fmt: skip
     if options.stop_at <= 1:
         command += ["--evaluation.stop-at", str(options.stop_at)]
-    wall, cpu = measured(command, folder.with_suffix(".log"), options.threads)
+    began, wall, cpu = measured(command, folder.with_suffix(".log"), options.threads)
     found = json.loads((folder / "summary.json").read_text())
     if not found["calls"]["adds_up"]:
         raise SystemExit(f"agentrl lost calls: {found['calls']}")
     loop = sum(found["seconds"][k] for k in ("rollouts", "update", "checkpoint", "publish"))
     steps = found["steps"]
     accuracy = found["held_out"][-1][1]
-    return Run("agentrl", seed, steps, accuracy, wall, cpu, loop / steps, found["held_out"])
+    to_goal = (folder / "metrics.jsonl").stat().st_mtime - began  # its last row
+    return Run(
+        "agentrl", seed, steps, accuracy, to_goal, wall, cpu, loop / steps, found["held_out"]
+    )
 
 
 def table_of(runs: list[Run], title: str) -> Table:
     table = Table(title=title)
-    for name in ("tool", "seed", "steps", "held-out", "wall s", "CPU s", "s/step"):
+    for name in ("tool", "seed", "steps", "held-out", "wall s", "to the end", "CPU s", "s/step"):
         table.add_column(name, justify="left" if name == "tool" else "right")
     for r in runs:
         table.add_row(
             r.tool, str(r.seed), str(r.steps), f"{r.accuracy:.2f}", f"{r.wall:.2f}",
-            f"{r.cpu:.2f}", f"{r.per_step:.3f}",
+            f"{r.ended:.2f}", f"{r.cpu:.2f}", f"{r.per_step:.3f}",
         )  # fmt: skip
     return table
 
@@ -152,7 +157,7 @@ def means(runs: list[Run]) -> dict[str, dict[str, float]]:
     return {
         tool: {
             name: statistics.fmean(getattr(r, name) for r in runs if r.tool == tool)
-            for name in ("steps", "wall", "cpu", "per_step")
+            for name in ("steps", "wall", "ended", "cpu", "per_step")
         }
         for tool in tools
     }
@@ -164,26 +169,26 @@ def markdown(runs: list[Run], about: dict[str, object]) -> str:
         f"learning rate {about['learning_rate']}, "
         f"{about['runners']} runners, load before the run {about['load']}.",
         "",
-        "| tool | seed | steps | held-out accuracy | wall s | CPU s | wall s / step |",
-        "|---|--:|--:|--:|--:|--:|--:|",
+        "| tool | seed | steps | held-out accuracy | wall s | to its end | CPU s | wall s / step |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
+    costs = ("wall", "ended", "cpu", "per_step")
+
+    def row(name: str, seed: str, steps: str, accuracy: str, values: list[float]) -> str:
+        return f"| {' | '.join([name, seed, steps, accuracy, *(f'{v:.2f}' for v in values)])} |"
+
     lines += [
-        f"| {r.tool} | {r.seed} | {r.steps} | {r.accuracy:.2f} | {r.wall:.2f} | {r.cpu:.2f} "
-        f"| {r.per_step:.3f} |"
+        row(r.tool, str(r.seed), str(r.steps), f"{r.accuracy:.2f}", [getattr(r, c) for c in costs])
         for r in runs
     ]
     mean = means(runs)
     lines += [
-        f"| **{tool}, mean** | | {m['steps']:.1f} | | {m['wall']:.2f} | {m['cpu']:.2f} "
-        f"| {m['per_step']:.3f} |"
+        row(f"**{tool}, mean**", "", f"{m['steps']:.1f}", "", [m[c] for c in costs])
         for tool, m in mean.items()
     ]
     if len(mean) == 2:
         ours, theirs = mean["agentrl"], mean["TRL"]
-        lines.append(
-            f"| **agentrl / TRL** | | | | {ours['wall'] / theirs['wall']:.2f} "
-            f"| {ours['cpu'] / theirs['cpu']:.2f} | {ours['per_step'] / theirs['per_step']:.2f} |"
-        )
+        lines.append(row("**agentrl / TRL**", "", "", "", [ours[c] / theirs[c] for c in costs]))
     return "\n".join(lines) + "\n"
 
 

@@ -51,7 +51,7 @@ class HeldOut(TrainerCallback):
         self.accuracy: list[tuple[int, float]] = []
         self.step_ends: list[float] = []
         self.eval_seconds = 0.0
-        self.began = 0.0
+        self.began = self.evaluated_at = 0.0
 
     def measure(self, step: int, model) -> float:
         started = time.perf_counter()
@@ -65,6 +65,7 @@ class HeldOut(TrainerCallback):
         )
         right = [score(r, n) >= 1 for r, n in zip(replies, self.numbers, strict=True)]
         self.accuracy.append((step, sum(right) / len(right)))
+        self.evaluated_at = time.time()
         self.eval_seconds += time.perf_counter() - started
         return self.accuracy[-1][1]
 
@@ -160,6 +161,7 @@ def main() -> None:
                 "held_out": held_out.accuracy,
                 "seconds_per_step": (loop - inner) / steps,
                 "eval_seconds": held_out.eval_seconds,
+                "evaluated_at": held_out.evaluated_at,
             }
         )
     )

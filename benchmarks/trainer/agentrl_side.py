@@ -1,61 +1,66 @@
-"""agentrl's side of ``run.py``: one case, forward and backward."""
+"""agentrl's side of ``run.py``: one case, one pass forward and backward through ``Learner``."""
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-from typing import Any, cast
-
 import torch
-from cases import CASES, RANK, Row
-from measure import report
-from transformers import AutoModelForCausalLM
+from benchmarks.roof import product_gflops
+from benchmarks.trainer.cases import CASES, RANK, Row
+from benchmarks.trainer.measure import measured, report, side_options
 
+from agentrl_trainer.data.packing import count_tokens
 from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.learner.learner import Learner
-from agentrl_trainer.models.loading import BaseModel
+from agentrl_trainer.models.loading import load_base
 
 
-def datum(row: Row) -> TrainingRow:
+def training_row(row: Row) -> TrainingRow:
     silent = len(row.prompt)
-    length = silent + len(row.completion)
     return TrainingRow(
         tokens=row.prompt + row.completion,
         mask=[False] * silent + row.trained,
-        logprobs=[-7.6] * length,
-        advantages=[row.advantage] * length,
+        logprobs=[-10.0] * len(row),
+        advantages=[row.advantage] * len(row),
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--case", required=True, choices=CASES)
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
-    model = model.eval().requires_grad_(False)
-    base = BaseModel(
-        model=model, tokenizer=cast(Any, None), name="random", device=torch.device("cpu"),
-        dtype=torch.float32, context_length=2048, eos_ids=frozenset(),
-    )  # fmt: skip
-    learner = Learner(base, rank=RANK)
-    datums = [datum(row) for row in CASES[options.case]()]
-    # Of a few rows only: the peak of memory is to be that of forward and backward.
-    few = zip(datums[:2], learner.forward(datums[:2]), strict=True)
-    logprobs = [lp for own, lps in few for lp, on in zip(lps, own.mask, strict=True) if on]
+def flops(learner: Learner, fed: int, trained: int) -> float:
+    """Of forward and backward, attention left out: a frozen weight of the layers costs 4 a token
+    (none for its own gradient), a trained one of the adapter 6, and one of the output head 4 a
+    trained token."""
+    head = learner.base.model.get_output_embeddings().weight.numel()
+    adapter = sum(p.numel() for p in learner.model.parameters() if p.requires_grad)
+    # The output head is the input embedding.
+    layers = sum(p.numel() for p in learner.model.parameters()) - adapter - head
+    return fed * (4 * layers + 6 * adapter) + trained * 4 * head
 
-    def forward_backward() -> None:
-        learner.forward_backward(datums)
+
+def main() -> None:
+    options = side_options(__doc__).parse_args()
+    torch.set_num_threads(options.threads)
+    base = load_base(options.model, device="cpu", dtype="float32")
+    learner = Learner(base, rank=RANK)
+    rows = [training_row(row) for row in CASES[options.case].rows()]
+    logprobs = [[0.0] * len(row.tokens) for row in rows]
+
+    def step(part: list[TrainingRow], into: list[list[float]] | None = None) -> None:
+        learner.forward_backward(part, logprobs_into=into)
         learner.discard_gradients()
 
+    found = measured(lambda: step(rows[:2]), lambda: step(rows, logprobs))
+    tokens = count_tokens(rows, learner._pack(rows))
+    trained = sum(row.trained for row in rows)
+    found |= {
+        "trained_tokens": trained,
+        "computed_tokens": tokens.fed,
+        "unique_tokens": tokens.unique,
+        "gflops": 1e-9 * flops(learner, tokens.fed, trained) / found["seconds"],
+        "product_gflops": product_gflops(),
+    }
+    columns = zip(rows, logprobs, strict=True)
     report(
-        forward_backward,
-        mean_logprob=sum(logprobs) / len(logprobs),
-        trained=sum(own.trained for own in datums),
-        repeats=options.repeats,
+        found,
+        [lp for row, own in columns for lp, on in zip(own, row.mask, strict=True) if on],
+        options.out,
     )
 
 

@@ -1,18 +1,16 @@
-"""The rows both sides learn from. Plain Python: runs in agentrl's venv and in TRL's."""
+"""The rows both sides learn from. Plain Python: runs in agentrl's environment and in TRL's."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
 
-MODEL = {
-    "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 768,
-    "max_position_embeddings": 2048, "tie_word_embeddings": True, "initializer_range": 0.05,
-}  # fmt: skip
-"""A Qwen3 with random weights: how long it takes does not depend on what they say."""
 RANK = 16
+VOCABULARY = 49_152
+"""Of SmolLM2. Tokens are drawn below this in every case: how long it takes does not depend on what
+they say."""
 
 
 @dataclass(frozen=True)
@@ -22,32 +20,32 @@ class Row:
     trained: list[bool]  # of the completion: false where the environment speaks
     advantage: float
 
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.completion)
 
-def groups(count: int, size: int, prompt: int, answer: int, vocabulary: int) -> list[Row]:
+
+def groups(count: int, size: int, prompt: int, answer: int) -> list[Row]:
     """``count`` prompts with ``size`` answers each."""
     draw = random.Random(0)
     rows: list[Row] = []
     for _ in range(count):
-        shared = _ids(draw, prompt, vocabulary)
+        shared = _ids(draw, prompt)
         for _ in range(size):
-            answered = _ids(draw, answer, vocabulary)
-            rows.append(Row(shared, answered, [True] * answer, draw.gauss(0, 1)))
+            rows.append(Row(shared, _ids(draw, answer), [True] * answer, draw.gauss(0, 1)))
     return rows
 
 
-def agent(
-    size: int, system: int, turns: int, observed: int, acted: int, vocabulary: int
-) -> list[Row]:
+def agent(size: int, system: int, turns: int, observed: int, acted: int) -> list[Row]:
     """One group of rollouts. All share the system prompt; then the environment and the model take
     turns, and every turn extends the tokens of the one before: one row for each rollout."""
     draw = random.Random(0)
-    shared = _ids(draw, system, vocabulary)
+    shared = _ids(draw, system)
     rows: list[Row] = []
     for _ in range(size):
         completion: list[int] = []
         trained: list[bool] = []
         for _ in range(turns):
-            completion += _ids(draw, observed + acted, vocabulary)
+            completion += _ids(draw, observed + acted)
             trained += [False] * observed + [True] * acted
         rows.append(Row(shared, completion, trained, draw.gauss(0, 1)))
     return rows
@@ -71,18 +69,28 @@ def by_call(rows: list[Row]) -> list[Row]:
     return calls
 
 
+@dataclass(frozen=True)
+class Case:
+    rows: Callable[[], list[Row]]
+    goal: float | None = None
+    """Times TRL's trained tokens a second."""
+    as_calls: bool = False
+    """TRL gets the rows' calls, agentrl the rows: its trajectories merge them."""
+    vocabulary: int = VOCABULARY
+
+
 CASES = {
-    "4x8, 64+64": lambda: groups(4, 8, 64, 64, 2048),
-    "8x8, 512+32": lambda: groups(8, 8, 512, 32, 2048),
-    "agent, a row per rollout": lambda: agent(8, 600, 12, 20, 12, 2048),
-    "agent, a row per call": lambda: by_call(agent(8, 600, 12, 20, 12, 2048)),
-    "vocabulary of 151,936": lambda: groups(2, 8, 64, 64, 151_936),
+    "8x8, 64+64": Case(lambda: groups(8, 8, 64, 64), goal=1.8),
+    "8x8, 512+128": Case(lambda: groups(8, 8, 512, 128), goal=3.2),
+    "agent": Case(lambda: agent(8, 600, 6, 64, 64), goal=6.0, as_calls=True),
+    "2x8, 64+64, vocabulary of 151,936": Case(lambda: groups(2, 8, 64, 64), vocabulary=151_936),
+    "smoke": Case(lambda: agent(4, 60, 2, 16, 16), as_calls=True),
 }
 
 
-def vocabulary(case: str) -> int:
-    return 151_936 if case.startswith("vocabulary") else 2048
+def trl_rows(case: Case) -> list[Row]:
+    return by_call(case.rows()) if case.as_calls else case.rows()
 
 
-def _ids(draw: random.Random, count: int, vocabulary: int) -> list[int]:
-    return [draw.randrange(vocabulary) for _ in range(count)]
+def _ids(draw: random.Random, count: int) -> list[int]:
+    return [draw.randrange(VOCABULARY) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""TRL's side of ``run.py``: GRPOTrainer's own loss and its gradient, one case.
+"""TRL's side of ``run.py``: GRPOTrainer's own loss and its gradient, one case, one pass.
 
 The inputs are those its ``_generate_and_score_completions`` makes when nothing is off-policy (no
 old log-probs, no reference model); environment tokens are left out by ``tool_mask``, as it does.
@@ -6,27 +6,21 @@ old log-probs, no reference model); environment tokens are left out by ``tool_ma
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
-from pathlib import Path
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 import torch
-from cases import CASES, RANK, Row
+from benchmarks.trainer.cases import CASES, RANK, Row, trl_rows
+from benchmarks.trainer.measure import measured, report, side_options
 from datasets import Dataset
-from measure import report
 from peft import LoraConfig
-from tokenizers import Tokenizer, models
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 
-def trainer_for(model, scratch: str) -> GRPOTrainer:
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.BPE()), pad_token="<pad>", eos_token="<eos>"
-    )
+def trainer_for(model: str, scratch: str) -> GRPOTrainer:
     config = GRPOConfig(
         output_dir=scratch, per_device_train_batch_size=8, num_generations=8, use_cpu=True,
         bf16=False, gradient_checkpointing=False, report_to="none",
@@ -34,11 +28,11 @@ def trainer_for(model, scratch: str) -> GRPOTrainer:
         logging_strategy="no", save_strategy="no",
     )  # fmt: skip
     return GRPOTrainer(
-        model=model,
+        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
         args=config,
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
         train_dataset=Dataset.from_dict({"prompt": ["a"] * 8}),
-        processing_class=tokenizer,
+        processing_class=AutoTokenizer.from_pretrained(model),
         peft_config=LoraConfig(
             r=RANK,
             lora_alpha=RANK,
@@ -54,10 +48,10 @@ def inputs(rows: list[Row], step_tokens: int) -> dict[str, torch.Tensor]:
     prompt = max(len(row.prompt) for row in rows)
     completion = max(len(row.completion) for row in rows)
 
-    def left(values, row):
+    def left(values: list[int], row: Row) -> list[int]:
         return [0] * (prompt - len(row.prompt)) + values
 
-    def right(values, row):
+    def right(values: list[int], row: Row) -> list[int]:
         return values + [0] * (completion - len(row.completion))
 
     return {
@@ -72,42 +66,53 @@ def inputs(rows: list[Row], step_tokens: int) -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--case", required=True, choices=CASES)
-    parser.add_argument("--model", type=Path, required=True)
+    parser = side_options(__doc__)
     parser.add_argument("--rows", type=int, required=True, help="rows of a micro-batch")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--part", type=int, help="only so many rows, of middle length")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
     with tempfile.TemporaryDirectory() as scratch:
-        trainer = trainer_for(model, scratch)
+        trainer = trainer_for(options.model, scratch)
     model = trainer.model.train()
+    rows = trl_rows(CASES[options.case])
     # Rows of like length together, so that little is padded.
-    rows = sorted(CASES[options.case](), key=lambda row: len(row.prompt))
-    trained = sum(sum(row.trained) for row in rows)
-    batches = [
-        inputs(rows[at : at + options.rows], trained) for at in range(0, len(rows), options.rows)
-    ]
-
+    order = sorted(range(len(rows)), key=lambda at: len(rows[at]))
+    if options.part:
+        first = max(0, len(order) - options.part) // 2
+        order = order[first : first + options.part]
+    step_tokens = sum(sum(row.trained) for row in rows)
+    batches = [order[at : at + options.rows] for at in range(0, len(order), options.rows)]
     trainer.current_gradient_accumulation_steps = len(batches)  # its training loop sets this
 
-    def forward_backward() -> None:
-        for batch in batches:
-            trainer.compute_loss(model, batch).backward()
+    # What its loss computes on the way, to be compared.
+    seen: list[torch.Tensor] = []
+    compute = trainer._get_per_token_logps_and_entropies
+
+    def kept(*args, **options):
+        found = compute(*args, **options)
+        seen.append(found[0].detach())
+        return found
+
+    trainer._get_per_token_logps_and_entropies = kept
+
+    def step(some: list[list[int]]) -> None:
+        seen.clear()
+        for batch in some:
+            loss = trainer.compute_loss(model, inputs([rows[at] for at in batch], step_tokens))
+            loss.backward()
         model.zero_grad(set_to_none=True)
 
-    few = inputs(CASES[options.case]()[:2], trained)
-    with torch.no_grad():
-        logps, *_ = trainer._get_per_token_logps_and_entropies(
-            model,
-            torch.cat([few["prompt_ids"], few["completion_ids"]], 1),
-            torch.cat([few["prompt_mask"], few["completion_mask"]], 1),
-            few["completion_ids"].shape[1],
-        )
-    picked = logps[few["tool_mask"].bool()]
-    report(forward_backward, float(picked.mean()), trained, options.repeats)
+    found = measured(lambda: step(batches[:1]), lambda: step(batches))
+    own: dict[int, list[float]] = {}
+    for batch, logprobs in zip(batches, seen, strict=True):
+        for at, values in zip(batch, logprobs.tolist(), strict=True):
+            own[at] = [lp for lp, on in zip(values, rows[at].trained, strict=False) if on]
+    found |= {
+        "rows": options.rows,
+        "trained_tokens": sum(map(len, own.values())),
+        "computed_tokens": sum(len(b) * max(len(rows[at]) for at in b) for b in batches),
+    }
+    report(found, [lp for at in sorted(own) for lp in own[at]], options.out)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
+import psutil
 import pytest
 import torch
 
@@ -87,12 +89,25 @@ FORKED, COMMAND = {"entrypoint": "examples/hello/agent.py:agent"}, {"entrypoint"
     ],
 )
 def test_more_runners_by_default_where_they_cost_little(
-    model: str, agent: dict[str, Any], how: dict[str, Any], rollouts: int, runners: int
+    model: str,
+    agent: dict[str, Any],
+    how: dict[str, Any],
+    rollouts: int,
+    runners: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=64 * 10**9))
     settings = RunnerSettings(**how)
     why = choose_runners(model, AgentSettings(**agent), settings, rollouts)
     assert settings.runners == runners
     assert (why is not None) == (runners > 8)
+
+
+def test_agents_get_half_of_the_memory_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=8 * 10**9))
+    settings = RunnerSettings()
+    choose_runners("smollm2-135m", AgentSettings(**FORKED), settings, 64)
+    assert settings.runners == 20
 
 
 # ---- who uses them

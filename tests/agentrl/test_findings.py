@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from call_records import make
 
-from agentrl.findings import Finding, StepNotes, Thinking, cut_off, equal_rewards
+from agentrl.findings import Finding, StepNotes, cut_off, equal_rewards, thinking
 from agentrl_tracer.schemas import Call
 
 OPENS, CLOSES = 90, 91
@@ -26,12 +26,12 @@ def cut(count: int, limit: int) -> list[Call]:
     [
         (calls(4), "no answer was cut off at max_tokens 256", ""),
         (cut(41, 256) + calls(23), "41 of 64 answers were cut off at max_tokens 256",
-         "raise --max-tokens, or what the agent requests;"),
+         "raise --max-tokens;"),
         (cut(7, 256) + calls(64), "7 of 71 answers were cut off at max_tokens 256", ""),
         (cut(8, 32) + calls(64), "8 of 72 answers were cut off at max_tokens 32",
          "raise what the agent requests;"),
-        (cut(2, 31) + cut(2, 32), "4 of 4 answers were cut off at limits of the agent",
-         "shorten its prompts"),
+        (cut(2, 31) + cut(2, 256), "4 of 4 answers were cut off at limits of their requests",
+         "raise what the agent requests;"),
     ],
 )  # fmt: skip
 def test_cut_answers(some: list[Call], fact: str, fix: str) -> None:
@@ -68,34 +68,31 @@ def test_equal_rewards(groups: list[list[float]], fact: str, fix: str) -> None:
         ([1, OPENS, 2], [5, 6], 2),  # cut off within it
         ([1, OPENS, CLOSES], [5, 6], 0),  # and closed it: thinking is off
         ([OPENS, *range(9)], [5, 6], 0),  # of an earlier turn
+        ([1], [CLOSES, OPENS, 6], 2),
     ],
 )
 def test_reasoning_is_counted_in_tokens(
     prompt: list[int], response: list[int], reasoning: int
 ) -> None:
-    known = Thinking(OPENS, CLOSES, "enable_thinking", by_default=True)
-    assert known.tokens(make("c", prompt, response)) == reasoning
+    found = thinking([make("c", prompt, response)], (OPENS, CLOSES), wanted=None)
+    share = f"1 of 1 answers contain reasoning, {reasoning / len(response):.0%} of all"
+    assert (share if reasoning else "no answer contains reasoning") in found.fact
 
 
-def test_thinking_is_no_problem_where_it_is_wanted() -> None:
+def test_thinking_is_no_problem_where_it_is_wanted_or_rare() -> None:
     some = [make("a", [1, OPENS], [2, 3, CLOSES, 4]), *calls(1)]
-    switch, none = (Thinking(OPENS, CLOSES, name, None) for name in ("enable_thinking", None))
-    found = switch.finding(some, wanted=None)
+    found = thinking(some, (OPENS, CLOSES), wanted=None)
     assert found.fact == (
         "thinking is on: 1 of 2 answers contain reasoning, 33% of all sampled tokens"
     )
     assert "--sampler.thinking false" in found.fix
-    assert "--sampler.thinking" not in none.finding(some, wanted=None).fix
-    assert switch.finding(some, wanted=True).fix == ""
-    assert switch.finding([*some, *calls(1)], wanted=None).fix == ""  # a third of the answers
-    assert switch.finding(calls(2), wanted=None).fact == "no answer contains reasoning"
+    assert thinking(some, (OPENS, CLOSES), wanted=True).fix == ""
+    assert thinking([*some, *calls(1)], (OPENS, CLOSES), wanted=None).fix == ""
 
 
-def test_steps_are_noted_when_something_is_new_worse_or_lasts() -> None:
+def test_a_problem_is_noted_when_it_is_new_and_when_it_lasts() -> None:
     said: list[str] = []
     notes = StepNotes(said.append)
-    shares = {1: 0.3, 2: 0.3, 3: 0.45, 4: 0.5, 5: 0.6, 30: 0.3, 31: 0.3}
-    for step in range(1, 40):
-        share = shares.get(step, 0.3)
-        notes.take(step, {"a": Finding("fact", "fix", share), "b": Finding("all is well")})
-    assert said == [f"step {step}: fact: fix" for step in (1, 4, 29)]
+    for step in range(5, 40):
+        notes.take(step, {"a": Finding("fact", "fix" * (step > 5)), "b": Finding("all is well")})
+    assert said == [f"step {step}: fact: fix" for step in (6, 31)]

@@ -29,7 +29,7 @@ def test_openmp_settings_are_left_as_they_were(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("KMP_BLOCKTIME", "7")
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     with heavy_imports():
-        assert os.environ["GOMP_SPINCOUNT"] == "2000"
+        assert os.environ["GOMP_SPINCOUNT"] == "30000"
         assert os.environ["KMP_BLOCKTIME"] == "7"
     assert "GOMP_SPINCOUNT" not in os.environ
     assert os.environ["KMP_BLOCKTIME"] == "7"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from small_models import qwen3, save_model, training_row
+from transformers import Qwen3MoeConfig
 
 from agentrl_trainer.inference.forward import choose_forward
 from agentrl_trainer.learner.learner import Learner
@@ -36,32 +37,60 @@ def kept_by(learner: Learner, tokens: int) -> int:
     return sum(kept.values())
 
 
+def parts(name: str, tokens: int, **settings: Any) -> dict[str, int]:
+    settings = {"rank": 8, "cached": 1, "device": CPU} | settings
+    found = estimate_memory(name, tokens=tokens, **settings)
+    assert found is not None
+    return {name.partition(" of ")[0]: size for name, size in found.items()}
+
+
+def activation(name: str, **settings: Any) -> int:
+    """Of 400 tokens, without the logits, whose number is bounded."""
+    return (
+        parts(name, 10**6 + 400, **settings)["activations"]
+        - parts(name, 10**6, **settings)["activations"]
+    )
+
+
 @pytest.mark.parametrize("name", ["agentrl-tiny", "qwen3"])
 def test_estimates(name: str, tmp_path: Path) -> None:
     source = save_model(qwen3(), tmp_path) if name == "qwen3" else name
-    estimate = estimate_memory(source, rank=8, device=CPU)
-    assert estimate is not None
+    estimate = parts(source, 400)
     base = load_base(source, device="cpu")
-    sizes = {p: p.numel() * p.element_size() for p in base.model.parameters()}
-    assert estimate.weights == sum(sizes.values())
+    assert estimate["weights"] == sum(p.numel() * 4 for p in base.model.parameters())
     learner = Learner(base, rank=8)
     trained = sum(p.numel() for p in learner.model.parameters() if p.requires_grad)
-    assert estimate.adapter == 16 * trained
+    assert estimate["adapter and optimizer"] == 16 * trained
     _, forward, _ = choose_forward(load_base(source, device="cpu"), llama_cpu=True)
-    assert estimate.kv == forward.bytes_per_token
-    assert kept_by(learner, 400) == pytest.approx(400 * estimate.activation, rel=0.2)
+    assert estimate["KV cache"] == forward.bytes_per_token
+    assert kept_by(learner, 400) == pytest.approx(activation(source), rel=0.2)
 
 
-def test_settings_lower_the_estimate() -> None:
-    def of(**settings: Any) -> Any:
-        return estimate_memory("agentrl-tiny", rank=8, device=CPU, **settings)
+def test_settings_change_the_estimate() -> None:
+    plain, two = parts("agentrl-tiny", 400), parts("agentrl-tiny", 400, adapters=2)
+    assert two["adapter and optimizer"] == 2 * plain["adapter and optimizer"]
+    assert two["sampler"] > plain["sampler"]
+    assert parts("agentrl-tiny", 400, dtype="bfloat16")["weights"] == plain["weights"] / 2
+    assert parts("agentrl-tiny", 400, load_in_4bit=True)["weights"] < plain["weights"] / 2
+    recomputed = activation("agentrl-tiny", gradient_checkpointing=True)
+    assert recomputed < activation("agentrl-tiny") / 2
+    assert "sampler" not in parts("agentrl-tiny", 400, cached=0)
 
-    plain = of()
-    assert of(dtype="bfloat16").weights == plain.weights / 2
-    assert of(load_in_4bit=True).weights < plain.weights / 2
-    assert of(gradient_checkpointing=True).activation < plain.activation / 2
+
+def test_a_mixture_keeps_what_a_tokens_experts_compute(tmp_path: Path) -> None:
+    def of(active: int) -> int:
+        made = Qwen3MoeConfig(
+            vocab_size=300, hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=2, head_dim=16, num_experts=4, moe_intermediate_size=24,
+            num_experts_per_tok=active,
+        )  # fmt: skip
+        made.save_pretrained(tmp_path)
+        return activation(str(tmp_path))
+
+    experts = 4 * 400 * (32 + 2 * 24 + 24 + 32)  # in and out of both of an expert's products
+    assert of(2) - of(1) == experts
 
 
 def test_unknown_models_have_no_estimate(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "unheard-of"}')
-    assert estimate_memory(str(tmp_path), rank=8, device=CPU) is None
+    assert estimate_memory(str(tmp_path), tokens=1, cached=1, rank=8, device=CPU) is None

@@ -86,32 +86,50 @@ def save_checkpoint(
     """
     if step < 0 or keep < 1:
         raise ValueError(f"step must not be negative and keep be at least 1: {step}, {keep}")
-    root = Path(root)
-    for prefix in (_STAGING, _TRASH):
-        for left in root.glob(f"{prefix}*"):
-            shutil.rmtree(left, ignore_errors=True)
-    final = root / f"{_PREFIX}{step:08d}"
+    return capture(step, tensors=tensors, meta=meta).write(root, keep=keep, keep_step=keep_step)
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A checkpoint that is not written yet: copies, so that training may go on."""
+
+    step: int
+    tensors: dict[str, Tensor]
+    state: Json
+
+    def write(self, root: str | Path, *, keep: int = 2, keep_step: int | None = None) -> Path:
+        """Write it as ``save_checkpoint`` does."""
+        root = Path(root)
+        for prefix in (_STAGING, _TRASH):
+            for left in root.glob(f"{prefix}*"):
+                shutil.rmtree(left, ignore_errors=True)
+        final = root / f"{_PREFIX}{self.step:08d}"
+        with atomic_folder(final) as staging:
+            save_file(self.tensors, str(staging / _TENSORS))
+            (staging / _META).write_text(json.dumps(self.state))
+            files = (staging / _META, staging / _TENSORS)
+            manifest = {p.name: {"size": p.stat().st_size, "sha256": _sha256(p)} for p in files}
+            (staging / _MANIFEST).write_text(json.dumps(manifest, indent=1))
+        whole = 0
+        for at, folder in _steps(root):
+            if at > self.step:
+                os.rename(folder, root / f"{_SUPERSEDED}{folder.name}-{uuid.uuid4().hex[:8]}")
+            elif whole >= keep and at != keep_step:
+                shutil.rmtree(_discard(folder), ignore_errors=True)
+            else:
+                # No run could resume from a torn one. Hashing all of them each time costs too much.
+                whole += fault_of(folder, hashes=False) is None
+        return final
+
+
+def capture(step: int, *, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> Captured:
+    """Copy what a checkpoint holds, and the current random states."""
     rng = capture_rng()
     everything = {**tensors, **{_RNG + device: state for device, state in rng.torch.items()}}
     # safetensors refuses tensors that share memory.
     own = {name: value.detach().cpu().contiguous().clone() for name, value in everything.items()}
     state = {"step": step, "meta": meta, "rng": {"python": rng.python, "numpy": rng.numpy}}
-    with atomic_folder(final) as staging:
-        save_file(own, str(staging / _TENSORS))
-        (staging / _META).write_text(json.dumps(state))
-        files = (staging / _META, staging / _TENSORS)
-        manifest = {p.name: {"size": p.stat().st_size, "sha256": _sha256(p)} for p in files}
-        (staging / _MANIFEST).write_text(json.dumps(manifest, indent=1))
-    whole = 0
-    for at, folder in _steps(root):
-        if at > step:
-            os.rename(folder, root / f"{_SUPERSEDED}{folder.name}-{uuid.uuid4().hex[:8]}")
-        elif whole >= keep and at != keep_step:
-            shutil.rmtree(_discard(folder), ignore_errors=True)
-        else:
-            # No run could resume from a torn one. To hash everything at each save costs too much.
-            whole += fault_of(folder, hashes=False) is None
-    return final
+    return Captured(step, own, state)
 
 
 def latest_checkpoint(root: str | Path, unknown_after: int | None = None) -> Latest:

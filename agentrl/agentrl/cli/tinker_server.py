@@ -60,7 +60,7 @@ def tinker_server_command(
         sock = bind(host, port, operator_key=api_key)
     except (ValueError, OSError) as error:
         raise ConfigError(f"host/port: {error}") from error
-    torch.set_num_threads(1)  # training and sampling threads share the cores
+    torch.set_num_threads(1)  # until a model's size is known
     url = url_of(sock)
     key = "tml-local" if api_key is None else "$AGENTRL_TINKER_SERVER_KEY"
     print_line(f"Run your scripts with\n\nTINKER_BASE_URL={url} TINKER_API_KEY={key}\n")

@@ -107,11 +107,17 @@ class TrainConfig(ModelCommand):
         return self
 
 
+class CheckRolloutSettings(settings.RolloutSettings):
+    on_error: settings.Policy = "drop"
+    """When the agent raises: drop, retry, or a reward."""
+
+
 class CheckConfig(TrainConfig):
-    """A look at a training before its first step: its settings, and how much to try."""
+    """A look at a training before its first step. A failure is shown, not retried."""
 
     short_flags = _short("check.tasks=check-tasks check.samples") | TrainConfig.short_flags
 
+    rollouts: CheckRolloutSettings = CheckRolloutSettings()
     check: settings.CheckSettings = settings.CheckSettings()
 
 

@@ -152,11 +152,12 @@ def _may_fork() -> bool:
 
 
 def fetch_model(name: str) -> None:
-    """Fetch a built-in model that is not here yet.
+    """Fetch a built-in model that is not here yet, and refuse a folder that is no model.
 
-    The caller's terminal shows the progress; the gateway would write it into its log.
+    The caller's terminal shows it at once; the gateway would write it into its log.
     """
-    if name == SMOLLM2:  # else there is nothing to fetch here, and torch need not be imported
+    path = name.startswith((".", "/", "~")) and not Path(name, "config.json").expanduser().is_file()
+    if name == SMOLLM2 or path:  # else there is nothing to do here, and torch need not be imported
         with heavy_imports():
             from agentrl_trainer.models.sources import resolve_model
 

@@ -29,7 +29,7 @@ _LENGTH_PAYS = 0.5
 _EMPTY = 1.5  # tokens, the end of the turn among them
 _CUT_OFF, _CUT_OFF_RISE = 0.3, 0.2
 _REPEATED, _REPEATED_RISE = 0.5, 0.3
-_DIFFERENCE = 0.05  # nats a token
+_DIFFERENCE, _DIFFERENCE_INT8 = 0.05, 0.2  # nats a token; of a sampler with 8-bit weights
 _FALL = 2.5  # standard errors
 
 
@@ -54,6 +54,8 @@ class _Trend:
 
     rows: Sequence[Row]
     prefix: str = ""
+    int8: bool = False
+    """Whether the sampler computes with 8-bit weights."""
 
     def of(self, name: str) -> tuple[float, float] | None:
         """Return a metric at the start and now; None where it was not measured."""
@@ -92,18 +94,19 @@ class _Trend:
         return None
 
 
-def step_alerts(rows: Sequence[Row], adapters: Sequence[str]) -> list[Alert]:
+def step_alerts(rows: Sequence[Row], adapters: Sequence[str], *, int8: bool = False) -> list[Alert]:
     """Return the alerts that hold after the newest of a run's steps.
 
     Args:
         rows: of all steps.
         adapters: their names, where several train.
+        int8: whether the sampler computes with 8-bit weights.
     """
     if len(rows) <= _WINDOW:
         return []
     found: list[Alert] = []
     for prefix in [f"{name}/" for name in adapters] if len(adapters) > 1 else [""]:
-        trend = _Trend(rows, prefix)
+        trend = _Trend(rows, prefix, int8)
         for name, rule in _RULES.items():
             if (sentence := rule(trend)) is not None:
                 whose = prefix and f"{prefix.removesuffix('/')}: "
@@ -233,12 +236,13 @@ def _repeated_answers(trend: _Trend) -> str | None:
 
 def _sampler_trainer_difference(trend: _Trend) -> str | None:
     difference = trend.now("sampler_trainer/mean_logprob_difference")
-    if difference is None or trend.stale or difference <= _DIFFERENCE:
+    limit = _DIFFERENCE_INT8 if trend.int8 else _DIFFERENCE
+    if difference is None or trend.stale or difference <= limit:
         return None
     return (
-        f"sampler and trainer differ by {difference:.2g} nats a token, above {_DIFFERENCE:g}: they "
-        "do not compute the same policy; use model.dtype float32 or the same precision on both "
-        "sides, and set algorithm.correction.mode"
+        f"sampler and trainer differ by {difference:.2g} nats a token, above {limit:g}: they do "
+        "not compute the same policy; use the same precision on both sides (model.dtype float32, "
+        "sampler.weights model), and set algorithm.correction.mode"
     )
 
 

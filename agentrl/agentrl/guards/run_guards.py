@@ -86,7 +86,8 @@ class Guards:
             row |= {prefix + metric: value for metric, value in metrics.items()}
         before = self._steps[-1] if self._steps else {}
         self._steps.append(row)
-        alerts = step_alerts(self._steps, adapters)
+        int8 = self._config.sampler.weights == "int8"
+        alerts = step_alerts(self._steps, adapters, int8=int8)
         self._collapse = next((alert for alert in alerts if alert.collapse), None)
         self._tell(alerts, before)
         row |= {alert.metric: 1.0 for alert in alerts}

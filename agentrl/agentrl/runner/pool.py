@@ -41,6 +41,7 @@ from agentrl.runner.protocol import RunnerConfig, send
 from agentrl.runner.worker import run_worker
 from agentrl.supervisor import Backoff
 from agentrl_tracer.schemas import Claim, Purpose
+from agentrl_tracer.tracing import rollout_tracing
 
 logger = logging.getLogger("agentrl.runner")
 
@@ -112,7 +113,8 @@ class Pool:
         self._stopping = True
 
     def _run_scout(self, control: socket.socket) -> NoReturn:
-        """Import the agent in this child, and tell the pool which installed modules that needed."""
+        """Do in this child what every attempt does: trace, import the agent, make a call with
+        openai. Tell the pool which installed modules that needed."""
         try:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.alarm(_SCOUT_TIMEOUT_S)
@@ -127,7 +129,10 @@ class Pool:
             try:
                 if self.config.user is not None:
                     become_user(self.config.user)
+                rollout_tracing()
                 load_agent(self.config.agent)
+                with contextlib.suppress(StartedThreads):
+                    warm_up(self._skip)
             except BaseException as raised:
                 failed = f"{type(raised).__name__}: {raised}"
             modules = third_party_modules(self.agent, known)

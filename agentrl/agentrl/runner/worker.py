@@ -201,7 +201,7 @@ class Worker:
             if self._stopping:
                 self._cancel(running, AttemptState.INFRASTRUCTURE, "its runner was stopped")
             elif now >= running.deadline:
-                timeout = f"timeout: it was still running after {self._config.timeout_s:g} s"
+                timeout = f"it was still running after {self._config.timeout_s:g} s"
                 self._cancel(running, AttemptState.TIMEOUT, timeout)
         overdue = [one for one in self._running.values() if one.cause and now >= one.deadline]
         if overdue:

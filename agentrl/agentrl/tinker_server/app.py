@@ -24,6 +24,7 @@ from starlette.concurrency import run_in_threadpool
 from tinker import types
 from tinker.proto.tinker_public_pb2 import ForwardBackwardRequest
 
+from agentrl.capacity import available_cores, trainer_threads
 from agentrl.tinker_server.bodies import BODIES, read_json
 from agentrl.tinker_server.protobuf import PROTOBUF
 from agentrl.tinker_server.request_store import Answer, Json
@@ -53,7 +54,8 @@ def create_app(
         host: the address that it will listen on.
         allowed_hosts: further names by which clients address it.
     """
-    server = TinkerServer(ServiceClient(folder=folder))
+    threads = partial(trainer_threads, available_cores(), alone=True)
+    server = TinkerServer(ServiceClient(folder=folder, threads=threads))
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

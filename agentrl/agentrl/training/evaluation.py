@@ -41,10 +41,10 @@ def plan_evaluation(
             Purpose.EVAL,
             step,
             index,
-            seed=rollout_seed(seed, "eval", step, task_id, index),
+            seed=rollout_seed(seed, "eval", step, at, index),
             sampling={"force": {"temperature": how.temperature}},
         )
-        for task_id in task_ids
+        for at, task_id in enumerate(task_ids)
         for index in range(how.samples)
     ]
 
@@ -63,6 +63,10 @@ def evaluate_if_due(run: TrainingRun, step: int, *, last: bool = False) -> None:
         return
     timer = PhaseTimer()
     with timer("evaluation"):
+        # A run with one runner can be resumed to the last bit: it makes one thing at a time.
+        overlaps = run.config.rollouts.runners > 1 and not last and step < run.steps
+        if overlaps:
+            run.queue.queue_up_to(step + 1)
         rollouts = run.session.execute(
             plan_evaluation(run.eval_ids, step, how, run.config.run.seed),
             lambda done, total: display.phase("evaluation", done, total),
@@ -70,7 +74,7 @@ def evaluate_if_due(run: TrainingRun, step: int, *, last: bool = False) -> None:
         ids = [rollout.id for rollout in rollouts]
         calls = run.session.skip_calls(ids, SkipReason.EVALUATION)
         scores = rollout_rewards(rollouts, run.store.rewards(ids))
-        if not run.config.rollouts.max_staleness:
+        if not overlaps and not run.config.rollouts.max_staleness:
             # What it leaves in the sampler's prefix cache would change the last bits of later
             # log-probs, and a run that is resumed here does not evaluate again.
             run.load_published(step)

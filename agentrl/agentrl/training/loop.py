@@ -23,7 +23,7 @@ from agentrl.config.checks import greedy_note
 from agentrl.config.commands import TrainConfig
 from agentrl.config.loading import steps_of
 from agentrl.console.live import TrainDisplay
-from agentrl.findings import StepNotes
+from agentrl.findings import StepNotes, thought_marks
 from agentrl.guards.budget import BudgetSpentError
 from agentrl.guards.run_guards import Guards
 from agentrl.process_privacy import private_files
@@ -40,9 +40,11 @@ from agentrl.training.rollout_queue import RolloutQueue
 from agentrl.training.session import RunError, Session
 from agentrl.training.staleness import StalenessLimit
 from agentrl.training.summarize import summarize
+from agentrl_proxy.rendering.renderer import Renderer
 from agentrl_tracer.schemas import Call, Json, Purpose, Rollout, SkipReason
 from agentrl_tracer.store import Store
 from agentrl_trainer.client import AdamParams, APIFuture, RefusedRows, TrainingClient
+from agentrl_trainer.client.types import SavedPath
 from agentrl_trainer.data.adapter_split import AdapterBatches, AdapterRule, assemble_adapters
 from agentrl_trainer.data.batch_assembly import StepBatch
 from agentrl_trainer.data.training_row import TrainingRow
@@ -62,7 +64,8 @@ def train(run: TrainingRun) -> Summary:
     try:
         step = run.restore()
         run.begin(step)
-        publish(run, step)
+        run.save_versions(step)
+        run.load_published(step)
         run.timer.spent["start"] = time.perf_counter() - run.session.started
         ended: Ending | None = None
         try:
@@ -104,9 +107,11 @@ def train_step(run: TrainingRun, step: int) -> None:
     row |= {"learning_rate": run.learning_rate(step), **seconds_row(timer), **seconds_row(parts)}
     run.guards.after_step(row, calls, taken.rollouts, whole.rewards)
     with timer("checkpoint"):
-        run.checkpoint(step, row)
+        written = run.checkpoint(step, row)
+        run.save_versions(step)  # while the checkpoint is written
+        run.result(written)
     with timer("publish"):
-        publish(run, step)
+        run.load_published(step)
     row |= seconds_row(timer)
     run.metrics_log.log(step, row)
     run.timer.add(timer)
@@ -178,16 +183,6 @@ def _epoch(
     return replace(seen, grad_norm=norm, skipped_non_finite=refused)
 
 
-def publish(run: TrainingRun, step: int) -> None:
-    """Save each adapter as version ``step``, and make it the one that answers."""
-    for name, client in run.clients.items():
-        adapter = run.folder.adapter_version(name, step)
-        run.saved[name] = run.result(client.save_weights_for_sampler(adapter)).path
-        run.folder.share_adapter(adapter, run.config.run.adapter_readers)
-    run.load_published(step)
-    run.prune()
-
-
 class TrainingRun:
     """A run, fresh or resumed; constructing it loads the base model.
 
@@ -220,7 +215,8 @@ class TrainingRun:
             session, config, task_ids, steps=self.steps, staleness=self.records.staleness,
             teaches=self.records.teaches,
         )  # fmt: skip
-        self.notes = StepNotes(display.note, self._backend.tokenizer)
+        self.notes = StepNotes(display.note)
+        self.thought_marks = thought_marks(Renderer(self._backend.tokenizer))
         self.saved: dict[str, str] = {}  # path of each adapter's newest version
         self.guards = Guards(
             config, self.folder, self.store, self.run_id, started=session.started,
@@ -250,10 +246,18 @@ class TrainingRun:
                 f"--resume {self.folder.root}"
             ) from error
 
+    def save_versions(self, step: int) -> None:
+        """Save each adapter as version ``step``."""
+        for name, client in self.clients.items():
+            adapter = self.folder.adapter_version(name, step)
+            self.saved[name] = self.result(client.save_weights_for_sampler(adapter)).path
+            self.folder.share_adapter(adapter, self.config.run.adapter_readers)
+
     def load_published(self, step: int) -> None:
-        """Load the saved adapters into the sampler, which empties its prefix cache."""
+        """Make the saved adapters those that answer. This empties the sampler's prefix cache."""
         for name, path in self.saved.items():
             self.session.publish(name, step, path, step, self.display.note)
+        self.prune()
 
     def prune(self) -> None:
         """Delete old logs and, if the settings say so, old versions of the adapters."""
@@ -268,7 +272,8 @@ class TrainingRun:
 
     # ---- across crashes
 
-    def checkpoint(self, step: int, row: Mapping[str, Any]) -> None:
+    def checkpoint(self, step: int, row: Mapping[str, Any]) -> APIFuture[SavedPath]:
+        """Begin to write a checkpoint; training may go on meanwhile."""
         # Before the checkpoint: a store without it has lost its last writes, see ``restore``.
         self.store.log_metrics(self.run_id, step, {"calls": row["calls"]})
         cores = self.config.model.cores
@@ -278,11 +283,10 @@ class TrainingRun:
             "rollouts": self.queue.state(),
             "row": strict(row),
         }
-        saved = self._backend.service.save_checkpoint(
+        return self._backend.service.save_checkpoint(
             self.folder.checkpoints, step, meta=meta, keep=self.config.run.keep_checkpoints,
             keep_step=self.guards.best,
         )  # fmt: skip
-        self.result(saved)
 
     def restore(self) -> int:
         """Go back to the newest whole checkpoint, undo what came after it, and return its step.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.config.checks import compares_groups
-from agentrl.findings import Finding, answered, cut_off, equal_rewards
+from agentrl.findings import Finding, answered, cut_off, equal_rewards, thinking
 from agentrl.runs.metric_names import DIFFERENCE
 from agentrl.runs.recorded import shown
 from agentrl.timing import PhaseTimer
@@ -218,8 +218,8 @@ def _findings(
     config, found = run.config, dict[str, Finding]()
     if mine := [call for call in answered(calls) if call.adapter in config.trained]:
         found["cut off"] = cut_off(mine, config.sampler.max_tokens)
-        if (thinking := run.notes.thinking) is not None:
-            found["thinking"] = thinking.finding(mine, wanted=config.sampler.thinking)
+        if run.thought_marks is not None:
+            found["thinking"] = thinking(mine, run.thought_marks, wanted=config.sampler.thinking)
     groups: dict[str, list[float]] = {}
     for rollout in rollouts:
         reward = batch.rewards.get(rollout.id)

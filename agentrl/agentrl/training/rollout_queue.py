@@ -95,7 +95,7 @@ class RolloutQueue:
         if self._handed_over is not None:
             ahead = itertools.chain.from_iterable(self._rollouts_of(self._groups))
             overlapped = seconds_of_running(ahead, self._handed_over)
-        self._queue_up_to(step)
+        self.queue_up_to(step)
         rollouts: list[Rollout] = []
         filled = carried_over = resampled = 0
         for rounds_left in range(how.resample_zero_variance, -1, -1):
@@ -160,10 +160,11 @@ class RolloutQueue:
 
     # ---- queueing
 
-    def _queue_up_to(self, step: int) -> None:
+    def queue_up_to(self, step: int) -> None:
         """Queue the groups of this step and of those that may run ahead.
 
         Never more than these steps take, or the last of them could not take its groups in time.
+        Called before an evaluation, too: runners that it leaves idle begin the next step.
         """
         last = min(step + self.staleness.max_staleness, self.steps)
         while self._planned < last:

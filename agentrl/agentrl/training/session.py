@@ -189,13 +189,12 @@ class Session:
         interrupted = isinstance(error, KeyboardInterrupt)
         if interrupted:
             stderr.print("agents and gateway are being stopped; another signal ends at once")
-        try:
-            self._stop()
-        finally:
-            if error is not None:
-                with contextlib.suppress(Exception):  # the first error is the one to tell
-                    self.store.db.patience_s = _FAREWELL_S
-                    self.store.end_run(self.run_id, "interrupted" if interrupted else "failed")
+        if error is not None:
+            # Before anything is stopped, which may take longer than a signal leaves.
+            with contextlib.suppress(Exception):  # the first error is the one to tell
+                self.store.db.patience_s = _FAREWELL_S
+                self.store.end_run(self.run_id, "interrupted" if interrupted else "failed")
+        self._stop()
 
     def _stop(self) -> None:
         self._ended.set()
@@ -237,9 +236,13 @@ class Session:
             killed = (gateway.last_code or 0) < 0  # from outside, which starting again may outlive
             tries = 10 if killed else 3
             if gateway.could_not_start or gateway.deaths >= tries or waiting.seconds > limit:
+                # Its reason comes last, after warnings and retries of what it loads.
+                said, begins, why = gateway.log_tail().rpartition("the gateway cannot start: ")
                 raise RunError(
-                    f"the gateway does not start (exit code {gateway.last_code}); the end of "
-                    f"{gateway.log}:\n{gateway.log_tail()}"
+                    f"{begins}{why}\nits log: {gateway.log}"
+                    if begins
+                    else f"the gateway does not start (exit code {gateway.last_code}); the end of "
+                    f"{gateway.log}:\n{said}{why}"
                 )
             waiting.still(
                 lambda: f"the gateway is starting ({waiting.seconds:.0f} s) {gateway.log_tail(1)}"

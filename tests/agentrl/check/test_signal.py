@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.check.signal import unequal_share, verdict
+from agentrl.check.signal import signal_finding, success_finding, unequal_share
 from agentrl.config.commands import TrainConfig
 
 
@@ -22,9 +22,15 @@ def test_the_share_is_that_of_all_groups_that_could_be_drawn(
     assert unequal_share(rewards, size) == pytest.approx(float(expected))
 
 
-def test_larger_groups_than_samples_are_drawn_with_replacement() -> None:
-    assert unequal_share([0, 1], 4) == pytest.approx(1 - 2 / 16)
-    assert unequal_share([1], 4) == 0.0
+def test_fewer_samples_than_a_group_has_tell_of_a_smaller_group() -> None:
+    assert unequal_share([0, 0, 1], 4) == unequal_share([0, 0, 1], 3) == 1.0
+    assert unequal_share([1, 1], 4) == unequal_share([1], 4) == unequal_share([], 4) == 0.0
+
+
+def test_the_success_has_an_interval_over_tasks() -> None:
+    assert success_finding([[1, 0.5, None, 1], [0] * 4], 1.0).fact == (
+        "25% of 8 rollouts of 2 tasks earn at least 1 (95 % interval 3% to 76%), pass@4 50%"
+    )
 
 
 @pytest.mark.parametrize(
@@ -36,16 +42,18 @@ def test_larger_groups_than_samples_are_drawn_with_replacement() -> None:
         ([[0] * 8] * 4, {}, "no signal: all 32 rollouts earned 0", "recipes/sft.py"),
         ([[1] * 8] * 4, {}, "no signal: all 32 rollouts succeeded", "harder"),
         ([[0] * 8, [1] * 8], {}, "no signal: all rollouts of a task earned the same", "easier"),
-        ([[], []], {}, "no signal: no rollout has a reward", "emit_reward"),
+        ([[None], [None]], {}, "no signal: no rollout has a reward", "emit_reward"),
         ([[0] * 8, [1] * 8], {"algorithm": {"estimator": "reinforce"}},
          "reinforce will have a signal", ""),
     ],
 )  # fmt: skip
 def test_the_verdict(
-    by_task: list[list[float]], changes: dict[str, Any], fact: str, fix: str
+    by_task: list[list[float | None]], changes: dict[str, Any], fact: str, fix: str
 ) -> None:
     agent = {"entrypoint": "a:b", "tasks": "t"}
-    found = verdict(by_task, TrainConfig.model_validate({"agent": agent} | changes))
+    found, share = signal_finding(by_task, TrainConfig.model_validate({"agent": agent} | changes))
     assert fact in found.fact
     assert fix in found.fix
     assert bool(fix) == bool(found.fix)
+    assert found.stops == ("no rollout has a reward" in fact)
+    assert (share == 0.0) == ("no signal" in fact)

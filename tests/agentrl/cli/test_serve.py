@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -80,20 +81,19 @@ NO_SERVER = "http://127.0.0.1:1"
 
 
 @pytest.mark.parametrize(
-    ("setting", "value", "why"),
+    ("url", "why"),
     [
-        ("--model", "/nowhere/at/all", "/nowhere/at/all"),
-        ("--sampler.vllm.url", "<locked>", "vllm: the server wants an API key"),
-        ("--sampler.vllm.url", NO_SERVER, f"no vLLM server is ready at {NO_SERVER}"),
+        ("<locked>", "vllm: the server wants an API key"),
+        (NO_SERVER, f"no vLLM server is ready at {NO_SERVER}"),
     ],
-    ids=["model", "locked vllm", "no vllm"],
+    ids=["locked", "none"],
 )
-def test_settings_that_no_gateway_can_use_end_it_at_once(
-    serve: Callable[..., Served], setting: str, value: str, why: str
+def test_a_vllm_that_no_gateway_can_use_ends_it_at_once(
+    serve: Callable[..., Served], url: str, why: str
 ) -> None:
     with locked_vllm() as locked:
-        more = ("--sampler", "vllm", "--sampler.vllm.wait", "0") if "vllm" in setting else ()
-        served = serve(setting, value.replace("<locked>", locked), *more)
+        flags = ["--sampler", "vllm", "--sampler.vllm.wait", "0"]
+        served = serve("--sampler.vllm.url", url.replace("<locked>", locked), *flags)
         assert served.process.wait(60) == 2
     said = " ".join(served.all_said().split())
     assert why in said
@@ -101,6 +101,14 @@ def test_settings_that_no_gateway_can_use_end_it_at_once(
     assert said.count("the gateway cannot start: ") == 1
     assert "starting it again" not in said
     assert "Traceback" not in said
+
+
+def test_a_model_that_is_not_there_ends_it_before_it_listens() -> None:
+    command = [sys.executable, "-m", "agentrl", "serve", "--model", "/nowhere/at/all"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "/nowhere/at/all" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @contextlib.contextmanager

@@ -117,6 +117,13 @@ def test_a_reward_that_fell_half_a_deviation_from_its_best_has_suffered(
     assert ["the mean reward fell from +0.90 to +0.65" in one for one in said] == [True] * collapsed
 
 
+@pytest.mark.parametrize(("difference", "fires"), [(0.19, False), (0.21, True)])
+def test_a_sampler_with_8_bit_weights_may_differ_more(difference: float, fires: bool) -> None:
+    steps = rows({"sampler_trainer/mean_logprob_difference": difference})
+    alerts = step_alerts(steps, ["policy"], int8=True)
+    assert [alert.metric for alert in alerts] == ["alert/sampler_trainer_difference"] * fires
+
+
 def test_one_step_is_no_alert_and_neither_is_a_short_run() -> None:
     broken = rows({"answers/cut_off": 0.35})
     assert step_alerts(broken[:-2], ["policy"]) == []

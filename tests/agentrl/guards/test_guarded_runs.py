@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from documented_metrics import undocumented
+from provider_servers import FaultyServer, said
 from training_run import Run
 
 from agentrl.runs.best_adapter import best_step, held_out_of
@@ -16,6 +17,7 @@ from agentrl_tracer.schemas import Purpose
 pytestmark = [pytest.mark.guards, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[3]
+AGENTS = ROOT / "tests" / "support" / "gaming_agents.py"
 LIMIT = "AGENTRL_GUARDS__MAX_RUN_TOKENS"
 
 
@@ -90,3 +92,58 @@ def test_a_run_that_collapses_goes_back_to_its_best_step(tmp_path: Path) -> None
     version = run.folder.adapter_version("policy", best)
     assert kept == (version / "adapter_model.safetensors").read_bytes()
     assert (run.folder.checkpoints / f"step-{best:08d}").is_dir()
+
+
+def test_dollars_end_a_run_with_its_best_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At LiteLLM's price of gpt-4o-mini, of a server that tells how many tokens it took."""
+    monkeypatch.setenv("JUDGE_KEY", "sk-of-the-judge")
+    usage = {"prompt_tokens": 1000, "completion_tokens": 1000, "total_tokens": 2000}
+    provider = FaultyServer((200, said("yes") | {"model": "gpt-4o-mini", "usage": usage}))
+    judge = {"model": "openai/gpt-4o-mini", "api_base": provider.url, "api_key_env": "JUDGE_KEY"}
+    run = Run(
+        tmp_path, f"{AGENTS}:judged", steps=50, eval_every=1, rollouts_per_process=50,
+        **{"models": json.dumps({"judge": judge}), "guards.max_cost": 0.05},
+    )  # fmt: skip
+    run.finish()
+    provider.close()
+    price = (1000 * 0.15 + 1000 * 0.6) / 1e6
+    spent = summary(run)["spent"]["dollars"]
+    assert spent == pytest.approx(len(provider.seen) * price)
+    # Each step asks it 16 times, and each evaluation twice: one more would not fit.
+    assert 0.05 - 18 * price < spent <= 0.05
+    assert summary(run)["ended_by"] == "guards.max_cost"
+    assert "dollars are spent, and one more step may take 0.0135" in run.output
+    assert (run.folder.best_adapter / "adapter_model.safetensors").is_file()
+    run.accounting()
+
+
+@pytest.mark.parametrize(
+    ("agent", "alerts", "settings"),
+    [
+        ("longer", {"length_growth", "truncation"}, {"learning_rate": 1e-2}),
+        ("parrot", {"repeated_answers"}, {"learning_rate": 1e-2}),
+        (
+            "longer",
+            {"kl_explosion"},
+            {"learning_rate": 2e-2, "learning.epochs": 4, "algorithm.loss": "ppo"},
+        ),
+        ("memorized", {"held_out_falls"}, {"learning_rate": 5e-3, "eval_every": 4}),
+    ],
+)
+def test_runs_that_game_their_reward_are_told(
+    agent: str, alerts: set[str], settings: dict[str, Any], tmp_path: Path
+) -> None:
+    held_out = tmp_path / "tasks.jsonl"
+    held_out.write_text("".join(f'{{"n": {n}}}\n' for n in range(1000, 1024)))
+    run = Run(
+        tmp_path, f"{AGENTS}:{agent}", steps=12,
+        batch_size=8, group_size=8, rollouts_per_process=100, eval_tasks=held_out,
+        **{"eval_every": 12} | settings,
+    )  # fmt: skip
+    run.finish()
+    told = {
+        line.split(":")[1].strip() for line in run.output.splitlines() if "note: alert/" in line
+    }
+    assert {f"alert/{name}" for name in alerts} <= told

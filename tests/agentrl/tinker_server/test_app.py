@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from client_data import ROW, TINY
 from garbage import broken, fuzz
 from hypothesis import given
@@ -25,8 +26,10 @@ from starlette.testclient import TestClient
 from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
 
+from agentrl import capacity
 from agentrl.cli.tinker_server import tinker_server_command
 from agentrl.config.errors import ConfigError
+from agentrl.tinker_server import app as app_module
 from agentrl.tinker_server import create_app
 
 MODEL, SAMPLER = "s1:train:0", "s1:sample:0"
@@ -194,3 +197,14 @@ def test_a_second_signal_ends_a_busy_server_at_once(tmp_path: Path) -> None:
             said = server.communicate(timeout=15)[1].decode()
     assert server.returncode == 143
     assert said.split("\n")[1:] == ["ended by SIGTERM at once", ""]
+
+
+@pytest.mark.parametrize(("worth", "threads"), [(0, 3), (10**9, 1)])
+def test_a_large_model_gets_all_cores(
+    worth: int, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app_module, "available_cores", lambda: 3)
+    monkeypatch.setattr(capacity, "_WORTH_THREADS", worth)
+    with create_app(tmp_path, [TINY]).state.server.service as service:
+        training = service.create_lora_training_client(TINY, rank=4)
+        assert training.local(lambda _: torch.get_num_threads()).result() == threads

@@ -41,7 +41,7 @@ def killed_and_whole(
         with run.store() as store:
             [row] = store.runs()
         # A process that was killed could not say so; its lock on the folder tells.
-        assert row["state"] == ("running" if by == SIGKILL else "interrupted")
+        assert row["state"] == ("running" if by == SIGKILL else "interrupted"), run.output
         assert state_of(run.folder, row) == "interrupted"
         saved = (run.folder.checkpoints / f"step-{step:08d}").exists()
         assert saved == (moment in ("publishing", "evaluating"))

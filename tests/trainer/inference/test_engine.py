@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import copy
 import random
+import sys
+import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from small_models import Asked, as_base, llama, make_adapter, qwen3, settle, worst_difference
+from small_models import (
+    Asked,
+    as_base,
+    llama,
+    make_adapter,
+    qwen3,
+    running_engine,
+    settle,
+    worst_difference,
+)
 
 from agentrl_trainer.inference import RequestError, SampleParams, SamplerEngine, SampleRequest
 from agentrl_trainer.inference.adapter_swap import MergedWeights, PeftWeights
 from agentrl_trainer.inference.sequences import Lane, Sequence
+from agentrl_trainer.models.devices import on_own_thread
+from agentrl_trainer.models.loading import load_base
 
 CLOSE = 1e-5
 
@@ -216,7 +230,7 @@ def test_a_failure_fails_its_requests_only(engine, monkeypatch, what) -> None:
 
     first = started(engine, max_tokens=400) if what == "forward" else None
     if first:
-        monkeypatch.setattr(engine._scheduler.forward, "_logits", fail)
+        monkeypatch.setattr(engine._scheduler.forward, "_prepare", fail)
     else:
         monkeypatch.setattr(engine._scheduler.current[None].filling, "reserve", fail)
     answer = (first or Asked(engine, prompt(1, 9), SampleParams(max_tokens=4))).one()
@@ -319,3 +333,30 @@ def test_anything_at_any_time(engine_of, base, tmp_path, seed) -> None:
     held = sum(r.rows * r.time for x in lanes for r in (x.rows, x.filling))
     held += sum(e.cost for x in lanes for e in x.pool.prefixes(x))
     assert engine.stats().kv_tokens == held <= engine.stats().kv_budget
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_no_thread_but_its_own_keeps_openmp_threads(tmp_path: Path) -> None:
+    """With those of a thread that has loaded the model or an adapter, its own would sleep at every
+    wait: see ``on_own_thread``."""
+    make_adapter(load_base("agentrl-tiny", device="cpu"), tmp_path / "policy", 1)
+    kept: list[int] = []
+
+    def native() -> int:
+        return len(list(Path("/proc/self/task").iterdir())) - threading.active_count()
+
+    def compute() -> None:
+        torch.set_num_threads(2)
+        before = native()
+        base = on_own_thread(load_base, "agentrl-tiny", device="cpu")
+        with running_engine(base) as engine:
+            engine.load_adapter("policy", 1, tmp_path / "policy").result(30)
+            Asked(engine, [*range(7, 200, 7)], SampleParams(max_tokens=2, n=8), "policy").wait()
+            kept.append(native() - before)
+
+    threads = torch.get_num_threads()
+    thread = threading.Thread(target=compute)
+    thread.start()
+    thread.join()
+    torch.set_num_threads(threads)
+    assert kept in ([0], [1])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from agentrl_trainer.inference import SampleParams, SamplerEngine
 from agentrl_trainer.inference.grammar import GrammarState
-from agentrl_trainer.inference.kv_cache import KVRows
+from agentrl_trainer.inference.kv_cache import KVRows, Part
 from agentrl_trainer.inference.sequences import StopStrings
 
 BAD = [255, 255, 255]
@@ -87,11 +87,12 @@ def fails_with(when: Callable[[list[list[int]]], bool]) -> Callable[..., dict[st
     def patch(monkeypatch: pytest.MonkeyPatch, engine: SamplerEngine) -> dict[str, Any]:
         forward = engine._scheduler.forward
 
-        def fail(rows: Any, chunks: list[list[int]], starts: list[int]) -> Tensor:
-            tokens = [owner.tokens for owner in rows.owners[: len(chunks)]]
-            if any(one[:3] == BAD for one in tokens) and when(chunks):
-                raise RuntimeError("out of memory")
-            return forward(rows, chunks, starts)
+        def fail(parts: list[Part]) -> list[Tensor]:
+            for rows, chunks, _ in parts:
+                tokens = [owner.tokens for owner in rows.owners[: len(chunks)]]
+                if any(one[:3] == BAD for one in tokens) and when(chunks):
+                    raise RuntimeError("out of memory")
+            return forward(parts)
 
         fail.new_rows = forward.new_rows  # type: ignore[attr-defined]
         monkeypatch.setattr(engine._scheduler, "forward", fail)
@@ -144,16 +145,37 @@ def test_a_fault_of_one_row_ends_that_row_alone(
     assert [lane.most for lane in engine._scheduler.lanes] == [None]
 
 
+def test_a_prompt_is_read_in_the_forward_that_decodes_the_others(
+    engine: SamplerEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, parts_of = engine._scheduler.forward, list[int]()
+
+    def watched(parts: list[Part]) -> list[Tensor]:
+        parts_of.append(len(parts))
+        return forward(parts)
+
+    watched.new_rows = forward.new_rows  # type: ignore[attr-defined]
+    monkeypatch.setattr(engine._scheduler, "forward", watched)
+    first = Asked(engine, prompt(1), SampleParams(max_tokens=200))
+    first.first.wait(30)
+    Asked(engine, prompt(2), SampleParams(max_tokens=1)).wait()
+    first.wait()
+    # One forward for the first prompt, and no other but the steps of the first answer.
+    assert parts_of == [1, *parts_of[1:]]
+    assert parts_of.count(2) == 1
+    assert len(parts_of) == len(first.one().ids)
+
+
 def test_a_failure_that_comes_once_ends_nothing(
     engine: SamplerEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = ids_of(others(engine))
     forward, calls = engine._scheduler.forward, iter(range(10**6))
 
-    def fail(rows: Any, chunks: list[list[int]], starts: list[int]) -> Tensor:
+    def fail(parts: list[Part]) -> list[Tensor]:
         if next(calls) == 10:
             raise RuntimeError("out of memory")
-        return forward(rows, chunks, starts)
+        return forward(parts)
 
     fail.new_rows = forward.new_rows  # type: ignore[attr-defined]
     monkeypatch.setattr(engine._scheduler, "forward", fail)

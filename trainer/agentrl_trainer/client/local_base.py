@@ -17,6 +17,7 @@ from agentrl_trainer.client.futures import OperationThread
 from agentrl_trainer.client.types import Folder
 from agentrl_trainer.inference import RequestError, SamplerEngine
 from agentrl_trainer.learner.learner import Learner
+from agentrl_trainer.models.devices import on_own_thread
 from agentrl_trainer.models.loading import BaseModel
 from agentrl_trainer.models.lora_targets import adaptable
 
@@ -47,7 +48,7 @@ class LocalBase:
     def training(self) -> BaseModel:
         with self._lock:
             if self._training is None:
-                self._training = self._load()
+                self._training = on_own_thread(self._load)
                 self.adaptable = adaptable(self._training.model)
             return self._training
 
@@ -55,7 +56,7 @@ class LocalBase:
     def sampler(self) -> SamplerEngine:
         with self._lock:
             if self._engine is None:
-                self._engine = SamplerEngine(self._load())
+                self._engine = SamplerEngine(on_own_thread(self._load))
                 self._engine.start()
             return self._engine
 

@@ -18,19 +18,20 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Literal, Self
 
+import torch
 from torch import Tensor
 
 from agentrl_trainer.checkpoint import (
     Checkpoint,
     Latest,
+    capture,
     latest_checkpoint,
     restore_rng,
-    save_checkpoint,
 )
 from agentrl_trainer.client.futures import APIFuture, OperationThread, awaited, finished
 from agentrl_trainer.client.local_base import LocalBase, read_state
@@ -45,7 +46,7 @@ from agentrl_trainer.client.types import (
     SavedPath,
     SupportedModel,
 )
-from agentrl_trainer.models.loading import load_base
+from agentrl_trainer.models.loading import BaseModel, load_base
 from agentrl_trainer.models.lora import CONFIG_FILE
 from agentrl_trainer.names import TINY_MODEL, check_name
 
@@ -64,7 +65,8 @@ class ServiceClient:
         device, dtype: of the local model, see ``loading.load_base``.
         options: Tinker-only parameters, and for the local backend ``load_in_4bit``,
             ``trust_remote_code`` (``loading.load_base``), ``token_budget``,
-            ``gradient_checkpointing`` and ``value`` (``learner.Learner``).
+            ``gradient_checkpointing`` and ``value`` (``learner.Learner``), and ``threads``: torch's
+            for a model of so many parameters, where the process leaves them to the service.
     """
 
     folder: Path
@@ -104,6 +106,7 @@ class ServiceClient:
         of_model = ours.keys() & {"load_in_4bit", "trust_remote_code"}
         self._model_options = {name: ours.pop(name) for name in of_model}
         self._model_options |= {"device": device, "dtype": dtype}
+        self._threads: Callable[[int], int] | None = ours.pop("threads", None)
         self._learner_options = ours
         self._bases: dict[str, LocalBase] = {}
         self._made = 0
@@ -160,9 +163,16 @@ class ServiceClient:
     def _base(self, name: str) -> LocalBase:
         with self._lock:
             if name not in self._bases:
-                load = partial(load_base, name, **self._model_options)
-                self._bases[name] = LocalBase(name, load, self._learner_options)
+                self._bases[name] = LocalBase(
+                    name, partial(self._load, name), self._learner_options
+                )
             return self._bases[name]
+
+    def _load(self, name: str) -> BaseModel:
+        base = load_base(name, **self._model_options)
+        if self._threads is not None:  # of the threads that train and sample, which start next
+            torch.set_num_threads(self._threads(base.parameters))
+        return base
 
     def _train(
         self, base_model: str, lora: LoraOptions, name: str | None, more: Mapping[str, Any]
@@ -234,21 +244,19 @@ class ServiceClient:
         keep_step: int | None = None,
     ) -> APIFuture[SavedPath]:
         """Save all adapters, their optimizers and the random states atomically as one checkpoint
-        (``agentrl_trainer.checkpoint``).
+        (``agentrl_trainer.checkpoint``). Later operations run while it is written.
 
         Over Tinker it holds the paths of states (``save_state``), which stay there.
         """
         contents = self._save_states(step)
 
-        def work() -> SavedPath:
+        def begin() -> APIFuture[SavedPath]:
             tensors, own = contents()
-            kept = {**(meta or {}), **own}
-            saved = save_checkpoint(
-                root, step, tensors=tensors, meta=kept, keep=keep, keep_step=keep_step
-            )
-            return SavedPath(str(saved))
+            captured = capture(step, tensors=tensors, meta={**(meta or {}), **own})
+            write = partial(captured.write, root, keep=keep, keep_step=keep_step)
+            return self._writer.submit(lambda: SavedPath(str(write())))
 
-        return self._worker.submit(work)
+        return self._worker.start(begin)
 
     def restore_checkpoint(
         self, root: Folder, unknown_after: int | None = None
@@ -271,6 +279,10 @@ class ServiceClient:
     @property
     def _worker(self) -> OperationThread:
         return self._only_base().worker
+
+    @cached_property
+    def _writer(self) -> OperationThread:
+        return OperationThread("agentrl-checkpoint")
 
     def _save_states(self, step: int) -> Callable[[], tuple[Mapping[str, Tensor], dict[str, Any]]]:
         """Return what gives, on the worker, a checkpoint's tensors and additions to its meta."""
@@ -310,6 +322,7 @@ class ServiceClient:
         """
         for base in self._bases.values():
             base.close()
+        self._writer.shutdown()
         return finished(None)
 
     def __enter__(self) -> Self:

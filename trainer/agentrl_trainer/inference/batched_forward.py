@@ -5,6 +5,7 @@ Knows transformers' attention and masks, not requests, sampling or adapters.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import sdpa_mask
 
-from agentrl_trainer.inference.kv_cache import TIME_STEP, KVPool, KVRows, KVShape, Rows
+from agentrl_trainer.inference.kv_cache import TIME_STEP, KVPool, KVRows, KVShape, Part, Rows
 from agentrl_trainer.models.loading import BaseModel
 from agentrl_trainer.models.prefix_attention import trie_attention
 
@@ -48,24 +49,27 @@ class BatchedForward:
     def new_rows(self, pool: KVPool) -> Rows:
         return KVRows(self._shape, pool)
 
-    def __call__(self, rows: Rows, chunks: list[list[int]], starts: list[int]) -> Tensor:
-        """Logits ``[batch, vocab]`` after the last token of each chunk.
+    def __call__(self, parts: Sequence[Part]) -> list[Tensor]:
+        """Logits ``[batch, vocab]`` of each part, after the last token of each chunk."""
+        return [self._logits(part.rows, *self._prepare(part)) for part in parts]
+
+    def _prepare(self, part: Part) -> tuple[Tensor, Tensor]:
+        """Return token ids and positions ``[batch, new]``, and have the rows expect them.
 
         Shorter chunks are padded by *repeating their last token at its own position*: it
         overwrites itself with the same keys, and the last column holds every row's last token.
         """
-        if all(len(chunk) == 1 for chunk in chunks):
-            ids, places = chunks, [[start] for start in starts]
+        if all(len(chunk) == 1 for chunk in part.chunks):
+            ids, places = part.chunks, [[start] for start in part.starts]
         else:
-            ids, places = _padded(chunks, starts)
+            ids, places = _padded(part.chunks, part.starts)
         token_ids, positions = torch.tensor([ids, places], device=self._base.device)
         end = max([at[-1] for at in places]) + 1
-        rows = cast(KVRows, rows)
-        rows.begin(positions, -(-end // TIME_STEP) * TIME_STEP)
-        return self._logits(rows, token_ids, positions, starts)
+        cast(KVRows, part.rows).begin(positions, -(-end // TIME_STEP) * TIME_STEP)
+        return token_ids, positions
 
-    def _logits(self, rows: KVRows, ids: Tensor, positions: Tensor, starts: list[int]) -> Tensor:
-        token = _positions.set(positions)
+    def _logits(self, rows: Rows, ids: Tensor, positions: Tensor) -> Tensor:
+        rows, token = cast(KVRows, rows), _positions.set(positions)
         try:
             out = self._model(
                 input_ids=ids,

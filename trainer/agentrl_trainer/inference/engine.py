@@ -40,6 +40,7 @@ from agentrl_trainer.inference.requests import (
 from agentrl_trainer.inference.sampling import uniforms
 from agentrl_trainer.inference.scheduler import Scheduler
 from agentrl_trainer.inference.sequences import Sequence, StopStrings
+from agentrl_trainer.models.devices import on_own_thread
 from agentrl_trainer.models.loading import BaseModel
 from agentrl_trainer.models.sources import ModelError
 
@@ -81,7 +82,8 @@ class SamplerEngine:
         """
         self.base = base
         unmerged = why_not_merged(base, math.inf if int8 else merge_below)
-        self.strategy, forward, refused = choose_forward(base, llama_cpu=unmerged is None)
+        chosen = on_own_thread(choose_forward, base, llama_cpu=unmerged is None)
+        self.strategy, forward, refused = chosen
         """Name of the forward strategy: see docs/models.md."""
         self.why_not_lean = unmerged or refused
         """Why the model's own modules decode instead of ``LlamaCpuForward``; None: it does."""
@@ -91,7 +93,7 @@ class SamplerEngine:
             if lean is None or base.device.type != "cpu":
                 why = self.why_not_lean or "it is not on a CPU"
                 raise ModelError(f"sampler.weights: {base.name!r} cannot have 8-bit weights: {why}")
-            lean.quantize()
+            on_own_thread(lean.quantize)
             self._weights = Int8Weights(base, lean)
         else:
             self._weights = PeftWeights(base) if unmerged else MergedWeights(base, lean)
@@ -208,9 +210,9 @@ class SamplerEngine:
         queued ones get the new one. The old version's prefix cache is dropped at once.
 
         Raises:
-            ModelError: the folder, which is read on the caller's thread, does not fit this model.
+            ModelError: the folder does not fit this model.
         """
-        prepared = self._weights.prepare(Path(folder))
+        prepared = on_own_thread(self._weights.prepare, Path(folder))
         return self._command(lambda: self._scheduler.swap(name, version, prepared))
 
     def unload_adapter(self, name: str) -> Future[None]:

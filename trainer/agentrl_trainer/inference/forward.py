@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 from agentrl_trainer.data.packing import pack
 from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.inference.batched_forward import BatchedForward
-from agentrl_trainer.inference.kv_cache import KVPool
+from agentrl_trainer.inference.kv_cache import KVPool, Part
 from agentrl_trainer.inference.llama_cpu import LlamaCpuForward
 from agentrl_trainer.inference.recurrent_cache import Past, RowByRowForward
 from agentrl_trainer.inference.requests import Scored
@@ -35,9 +35,8 @@ _TOKENS, _CUDA_TOKENS = 4096, 16384
 Forward: TypeAlias = BatchedForward | RowByRowForward
 """One way of running a model over rows. Its class says when it applies.
 
-``forward(rows, chunks, starts)`` returns logits ``[batch, vocab]`` after the last token of each
-chunk: row i of ``rows``, which ``new_rows`` made, holds ``starts[i]`` tokens and gets ``chunks[i]``
-appended.
+``forward(parts)`` returns, for each part, logits ``[batch, vocab]`` after the last token of each of
+its chunks. ``new_rows`` made the parts' rows, which are different ones.
 """
 
 STRATEGIES: tuple[tuple[str, float, Callable[[BaseModel, dict[str, Any]], Forward]], ...] = (
@@ -123,9 +122,9 @@ def _worst_difference(
     done = [0] * len(tokens)
     for sizes in zip(*_PROBE_CHUNKS, strict=True):
         chunks = [t[at : at + n] for t, at, n in zip(tokens, done, sizes, strict=True)]
-        logits = forward(rows, chunks, done).float()
+        (logits,) = forward([Part(rows, chunks, done)])
         done = [at + n for at, n in zip(done, sizes, strict=True)]
-        for found, plain, at in zip(logits, expected, done, strict=True):
+        for found, plain, at in zip(logits.float(), expected, done, strict=True):
             worst = torch.maximum(worst, (found - plain[at - 1]).abs().max())
     return float(worst)
 

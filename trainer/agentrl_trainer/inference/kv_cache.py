@@ -9,19 +9,22 @@ copies nothing: on a CPU, gathering scattered rows costs as much as the attentio
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
+import mmap
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
 from agentrl_trainer.models.devices import free_memory
 from agentrl_trainer.models.loading import BaseModel
+from agentrl_trainer.models.prefix_attention import common_prefix
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +36,7 @@ KEEP_EMPTY = 4096
 """An empty rectangle of up to this many tokens is kept for the next sequence."""
 MIN_PREFIX = 8
 """Sharing fewer tokens than this is not worth a copy."""
-MOST_PREFIXES = 256
+MOST_PREFIXES = 1024
 _CPU_SHARE, _CUDA_SHARE = 0.25, 0.6
 _CPU_MOST_BYTES = 4 * 2**30
 
@@ -79,9 +82,18 @@ class KV(Stored):
 
     keys: Tensor
     values: Tensor
+    start: int = 0
+    """The place of the tensors' first token in the run."""
+    before: KV | None = None
+    """What holds the tokens before ``start``; it may hold more."""
 
     def copied(self) -> KV:
-        return KV(self.keys.clone(), self.values.clone())
+        return self.copied_after(None, 0)
+
+    def copied_after(self, before: KV | None, start: int) -> KV:
+        """Copy a run, but for its first ``start`` tokens, which ``before`` holds."""
+        keys, values = self.keys[:, :, start:].clone(), self.values[:, :, start:].clone()
+        return KV(keys, values, start, before)
 
 
 @dataclass(slots=True, eq=False)
@@ -92,6 +104,9 @@ class Prefix:
     """The adapter version that computed it; no other version may use it."""
     tokens: list[int]
     kv: Stored
+    parent: Prefix | None = None
+    """Holds the first ``shared`` tokens."""
+    shared: int = 0
 
     @property
     def held(self) -> int:
@@ -99,13 +114,15 @@ class Prefix:
 
     @property
     def cost(self) -> int:
-        return self.held + self.kv.overhead
+        return self.held - self.shared + self.kv.overhead
 
 
 class KVPool:
     """Counts allocated key/value tokens, and keeps prefixes of finished sequences.
 
-    Prefixes give way when tokens run out, least recently used first.
+    Prefixes give way when tokens run out, least recently used first. They form trees: what a
+    sequence shares with another one, as siblings their prompt, is kept once. A parent counts as
+    used after its children, so it goes after them.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -126,31 +143,45 @@ class KVPool:
 
     def keep(self, owner: object, tokens: list[int], kv: Stored) -> None:
         """Copy what was computed for ``tokens``, unless they are few or stored already."""
-        size, known = len(tokens), self.prefixes(owner)
-        if size < MIN_PREFIX or any(
-            len(e.tokens) >= size and e.tokens[size - 1] == tokens[-1] and e.tokens[:size] == tokens
-            for e in known
-        ):
+        parent, shared = self._longest_prefix(owner, tokens)
+        if len(tokens) < MIN_PREFIX or shared == len(tokens):
             return
+        before = parent and parent.kv
+        if parent is not None and shared == parent.held and not isinstance(before, KV):
+            self._drop(parent)  # of a conversation's turns, the last holds the others
         try:
-            kv = kv.copied()
+            if isinstance(kv, KV) and isinstance(before, KV) and shared >= MIN_PREFIX:
+                kv = kv.copied_after(before, shared)
+            else:
+                kv, parent, shared = kv.copied(), None, 0
         except (RuntimeError, MemoryError):  # a prefix is optional
-            log.warning("no memory to keep a prefix of %d tokens", size)
+            log.warning("no memory to keep a prefix of %d tokens", len(tokens))
             return
-        # A conversation's next turn contains the previous one: keep only the longer.
-        for entry in known:
-            if tokens[: len(entry.tokens)] == entry.tokens:
-                self._drop(entry)
+        if parent is not None:
+            self.touch(parent)
         while len(self._entries) >= MOST_PREFIXES:
             self._drop(next(iter(self._entries)))
-        entry = Prefix(owner, tokens, kv)
-        if self.fits(entry.cost):
-            self._entries[entry] = None
+        entry = Prefix(owner, tokens, kv, parent, shared)
+        if self.fits(entry.cost) and (parent is None or parent in self._entries):
             self.used += entry.cost
+            self.touch(entry)
+
+    def _longest_prefix(self, owner: object, tokens: list[int]) -> tuple[Prefix | None, int]:
+        found, shared = None, 0
+        for entry in self.prefixes(owner):
+            if longer := longer_prefix(entry.tokens, tokens, shared):
+                found, shared = entry, longer
+        while found is not None and found.shared >= shared:
+            found = found.parent  # which holds all of them
+        return found, shared
 
     def touch(self, entry: Prefix) -> None:
-        """Mark an entry as the most recently used one."""
-        self._entries[entry] = self._entries.pop(entry)
+        """Mark an entry as the most recently used one, but for those that it depends on."""
+        last: Prefix | None = entry
+        while last is not None:
+            self._entries.pop(last, None)
+            self._entries[last] = None
+            last = last.parent
 
     def drop_owner(self, owner: object) -> None:
         for entry in self.prefixes(owner):
@@ -239,6 +270,15 @@ class Rows(ABC):
         self.rows, self.time = rows, time
 
 
+class Part(NamedTuple):
+    """What a forward appends to the first rows of ``rows``: row i holds ``starts[i]`` tokens and
+    gets ``chunks[i]``."""
+
+    rows: Rows
+    chunks: list[list[int]]
+    starts: list[int]
+
+
 class KVRows(Rows, Cache):
     """Keys and values as transformers' ``Cache``: the model writes into the rows and reads them."""
 
@@ -247,8 +287,8 @@ class KVRows(Rows, Cache):
         Cache.__init__(self, layers=[])
         self.shape = shape
         self._keys, self._values = self._empty(0, 0)
-        # Set by begin(): where new tokens go, and how much of the rows is attended to.
-        self._targets = (torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long))
+        # Set by begin(): where new tokens go in a layer, by head, and how much of a row is read.
+        self._places = torch.empty(0, dtype=torch.long)
         self.view = 0
 
     def __len__(self) -> int:
@@ -277,21 +317,30 @@ class KVRows(Rows, Cache):
 
     def begin(self, positions: Tensor, view: int) -> None:
         """Prepare a forward of new tokens at ``positions`` ``[batch, new]`` of the first rows."""
-        self._targets = (torch.arange(len(positions), device=positions.device)[:, None], positions)
-        self.view = view
+        rows = torch.arange(len(positions), device=positions.device)[:, None, None]
+        heads = torch.arange(self.shape.heads, device=positions.device)
+        places = (rows * self.shape.heads + heads) * self._keys.shape[3] + positions[..., None]
+        self._places, self.view = places.flatten(), view
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """``[batch, new, heads, dim]`` in, views ``[batch, heads, view, dim]`` out."""
         stored_k, stored_v = self._keys[layer], self._values[layer]
-        stored_k.transpose(1, 2).index_put_(self._targets, keys)
-        stored_v.transpose(1, 2).index_put_(self._targets, values)
+        for stored, new in (stored_k, keys), (stored_v, values):
+            width = new.shape[-1]
+            stored.view(-1, width).index_copy_(0, self._places, new.reshape(-1, width))
         batch = len(keys)
         return stored_k[:batch, :, : self.view], stored_v[:batch, :, : self.view]
 
     def load(self, row: int, source: Stored, length: int) -> None:
         assert isinstance(source, KV)
-        self._keys[:, row, :, :length] = source.keys[:, :, :length]
-        self._values[:, row, :, :length] = source.values[:, :, :length]
+        part: KV | None = source
+        while part is not None:
+            if (start := part.start) < length:
+                own = slice(length - start)
+                self._keys[:, row, :, start:length] = part.keys[:, :, own]
+                self._values[:, row, :, start:length] = part.values[:, :, own]
+                length = start
+            part = part.before
 
     def peek(self, row: int, length: int) -> KV:
         return KV(self._keys[:, row, :, :length], self._values[:, row, :, :length])
@@ -302,11 +351,22 @@ class KVRows(Rows, Cache):
         self._values[:, row].zero_()
 
     def _reallocate(self, rows: int, time: int) -> None:
-        old = self._keys, self._values
+        keys, values = self._keys, self._values
+        _, most_rows, _, longest, _ = keys.shape
+        if self.shape.device.type == "cpu" and rows and 2 * time > self.time:
+            if rows <= most_rows and time <= longest:
+                return
+            # More than is charged: memory that is not touched is not taken, and copies take time.
+            # But not much more than the budget, which the system might refuse.
+            more_rows = _grown(rows, most_rows, 4 * MIN_ROWS, times=4)
+            more_time = _grown(time, longest, 4 * MIN_TIME, times=4)
+            if more_rows * more_time <= 2 * self._pool.limit:
+                rows, time = more_rows, more_time
         self._keys, self._values = self._empty(rows, time)
-        kept_rows, kept_time = len(self.owners), min(self.time, time)
-        for new, was in zip((self._keys, self._values), old, strict=True):
-            new[:, :kept_rows, :, :kept_time] = was[:, :kept_rows, :, :kept_time]
+        for row, owner in enumerate(self.owners):  # what is not held must not take memory
+            held = slice(owner.held)
+            self._keys[:, row, :, held] = keys[:, row, :, held]
+            self._values[:, row, :, held] = values[:, row, :, held]
 
     def _empty(self, rows: int, time: int) -> tuple[Tensor, Tensor]:
         s = self.shape
@@ -318,10 +378,20 @@ def _zeros(size: tuple[int, ...], shape: KVShape) -> Tensor:
     """Allocate zeros: masked slots enter the attention with weight 0 and must be finite."""
     if shape.device.type != "cpu" or not math.prod(size):
         return torch.zeros(size, dtype=shape.dtype, device=shape.device)
-    # numpy's zeros are lazy: pages never written to take neither time nor memory.
-    data = np.zeros(math.prod(size) * shape.dtype.itemsize, dtype=np.uint8)
-    return torch.from_numpy(data).view(shape.dtype).view(size)
+    # Pages that are never written to take neither time nor memory, but for huge ones.
+    nothing = mmap.mmap(-1, math.prod(size) * shape.dtype.itemsize, flags=mmap.MAP_PRIVATE)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with contextlib.suppress(OSError):  # of a kernel that has none
+            nothing.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(nothing, dtype=shape.dtype).view(size)
 
 
-def _grown(want: int, have: int, least: int) -> int:
-    return have if want <= have else max(want, 2 * have, least)
+def _grown(want: int, have: int, least: int, *, times: int = 2) -> int:
+    return have if want <= have else max(want, times * have, least)
+
+
+def longer_prefix(have: Sequence[int], want: Sequence[int], best: int) -> int:
+    """Return the common prefix if longer than ``best``, else 0: one comparison rules most out."""
+    if len(have) <= best or len(want) <= best or have[best] != want[best]:
+        return 0
+    return common_prefix(have, want)

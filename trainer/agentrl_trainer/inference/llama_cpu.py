@@ -13,9 +13,11 @@ Shapes: B rows, T new tokens, H query and G key heads, D head size.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -24,7 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from agentrl_trainer.inference.batched_forward import BatchedForward
-from agentrl_trainer.inference.kv_cache import KVRows
+from agentrl_trainer.inference.kv_cache import KVRows, Part
 from agentrl_trainer.models.loading import BaseModel
 
 BLOCK = 16
@@ -52,24 +54,26 @@ _SECOND = 2 * _DIGIT
 class FusedLinear:
     """``x [rows, in] -> x Wᵀ + bias`` of one or more linear layers that read the same ``x``.
 
-    oneDNN uses AVX-512 on processors that are not Intel's, where MKL does not, and takes half the
-    time. It wants the weights in an order of its own (``packed``), so they are held twice.
+    MKL is quickest with the weights as [in, out]. On processors that are not Intel's it does not
+    use AVX-512. There oneDNN takes half the time for many rows; it wants the weights in an order of
+    its own (``packed``), so they are held twice.
     """
 
     def __init__(self, weights: Sequence[Tensor], bias: Tensor | None, *, packed: bool) -> None:
-        joined = weights[0] if len(weights) == 1 else torch.cat(list(weights))
-        self.parts = joined.split([w.shape[0] for w in weights])
-        """The layers' weights, as views of the one tensor that is used here."""
-        self._weight = joined
-        self._transposed = joined.t()
+        self._transposed = torch.cat([w.t() for w in weights], 1).contiguous()
+        self.parts = [part.t() for part in self._transposed.split([len(w) for w in weights], 1)]
+        """The layers' weights [out, in], as views of the one tensor that is used here."""
         self.bias = bias
-        self._packed = _onednn._reorder_linear_weight(joined) if packed else None
+        joined = self._transposed.t()
+        self._packed = _onednn._reorder_linear_weight(joined.contiguous()) if packed else None
         self._packed_from = max(_PACK_FROM_ROWS, _PACK_FROM_PRODUCTS // joined.numel())
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._packed is None or len(x) < self._packed_from:
-            return F.linear(x, self._weight, self.bias)
-        return _onednn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        if self._packed is not None and len(x) >= self._packed_from:
+            return _onednn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        if self.bias is None:
+            return torch.mm(x, self._transposed)
+        return torch.addmm(self.bias, x, self._transposed)
 
     def plus(self, x: Tensor, more: Tensor) -> Tensor:
         """Return ``self(x) + more`` by the cheaper of two orders of summation."""
@@ -134,17 +138,27 @@ class Int8Linear:
 
 
 def can_pack(model: PreTrainedModel) -> bool:
-    """Whether oneDNN's products are used too; without AVX-512 they are no faster.
+    """Whether oneDNN's products are used too; without AVX-512, and on Intel's processors, they are
+    no faster.
 
     Its operations are private to torch and may disappear; the decoder works without them.
     """
     return (
         model.device.type == "cpu"
+        and not on_intel()
         and torch.backends.mkldnn.is_available()
         and hasattr(_onednn, "_reorder_linear_weight")
         and hasattr(_onednn, "_linear_pointwise")
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
     )
+
+
+@functools.cache
+def on_intel() -> bool:
+    try:
+        return "GenuineIntel" in Path("/proc/cpuinfo").read_text()
+    except OSError:  # macOS
+        return False
 
 
 class RmsNorm:
@@ -160,6 +174,17 @@ class RmsNorm:
     def __call__(self, x: Tensor) -> Tensor:
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return torch.div(x, torch.hypot(length, self._least)).mul_(self._weight)
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What attention needs of a part: its rows, B, T, its mask, and its blocks if T is 1."""
+
+    rows: KVRows
+    batch: int
+    new: int
+    mask: Tensor
+    blocks: list[tuple[int, int, int]]
 
 
 class LlamaCpuForward(BatchedForward):
@@ -246,48 +271,56 @@ class LlamaCpuForward(BatchedForward):
         bias = torch.cat(biases) if biases else None
         product = FusedLinear([x.weight.data for x in linears], bias, packed=self._packed)
         for linear, part in zip(linears, product.parts, strict=True):
-            linear.weight.data = part
+            if linear.weight.data_ptr() != self._embedding.data_ptr():
+                linear.weight.data = part  # else it is looked up by rows, too
         return product
 
-    def _logits(self, rows: KVRows, ids: Tensor, positions: Tensor, starts: list[int]) -> Tensor:
-        batch, new = ids.shape
-        mask = self._mask(positions, rows.view)
-        blocks = split_blocks(starts, rows.view) if new == 1 else []
-        cos, sin = self._rotation(positions.flatten(), rows.view)
-        hidden = F.embedding(ids.flatten(), self._embedding)
+    def __call__(self, parts: Sequence[Part]) -> list[Tensor]:
+        works: list[_Work] = []
+        tokens: list[Tensor] = []
+        places: list[Tensor] = []
+        for part in parts:
+            ids, positions = self._prepare(part)
+            rows, (batch, new) = cast(KVRows, part.rows), ids.shape
+            blocks = split_blocks(part.starts, rows.view) if new == 1 else []
+            works.append(_Work(rows, batch, new, self._mask(positions, rows.view), blocks))
+            tokens.append(ids.flatten())
+            places.append(positions.flatten())
+        sizes = [work.batch * work.new for work in works]
+        cos, sin = self._rotation(_joined(places), max(work.rows.view for work in works))
+        hidden = F.embedding(_joined(tokens), self._embedding)
         for index, (before_attention, of_heads, before_mlp) in enumerate(self._norms):
             qkv, out, gate_up, down = self.products[4 * index : 4 * index + 4]
-            x = qkv(before_attention(hidden)).view(batch * new, -1, self._dim)
+            x = qkv(before_attention(hidden)).view(len(hidden), -1, self._dim)
             qk, v = x[:, : self._queries + self._keys], x[:, self._queries + self._keys :]
             if of_heads is not None:
                 qk = of_heads(qk)
             # Rolling by half is rotate_half but for the sign, which is in ``sin``.
             qk = torch.addcmul(qk * cos, qk.roll(self._dim // 2, -1), sin)
-            q, k = qk[:, : self._queries], qk[:, self._queries :]
-            k, v = k.unflatten(0, (batch, new)), v.unflatten(0, (batch, new))
-            keys, values = rows.write(index, k, v)
-            hidden = out.plus(self._attend(q, keys, values, mask, blocks), hidden)
+            of_parts = zip(works, qk.split(sizes), v.split(sizes), strict=True)
+            attended = _joined([self._attend(work, index, qk, v) for work, qk, v in of_parts])
+            hidden = out.plus(attended, hidden)
             gate, up = gate_up(before_mlp(hidden)).chunk(2, -1)
             hidden = down.plus(F.silu(gate).mul_(up), hidden)
-        last = hidden.view(batch, new, -1)[:, -1]
-        return self.products[-1](self._last_norm(last))
+        of_parts = zip(works, hidden.split(sizes), strict=True)
+        last = _joined([own.view(work.batch, work.new, -1)[:, -1] for work, own in of_parts])
+        logits = self.products[-1](self._last_norm(last))
+        return list(logits.split([work.batch for work in works]))
 
-    def _attend(
-        self,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        mask: Tensor,
-        blocks: list[tuple[int, int, int]],
-    ) -> Tensor:
-        """[B * T, H * D], of queries [B * T, H, D], keys and values [B, G, view, D]."""
-        if blocks:
-            parts = [
-                self._attend_one(q[a:b], keys[a:b, :, :view], values[a:b, :, :view], mask[a:b])
-                for a, b, view in blocks
-            ]
-            return parts[0] if len(parts) == 1 else torch.cat(parts)
-        q = q.view(len(keys), -1, self._queries, self._dim).transpose(1, 2)
+    def _attend(self, work: _Work, layer: int, qk: Tensor, v: Tensor) -> Tensor:
+        """[B * T, H * D], of queries and keys [B * T, H + G, D] and values [B * T, G, D]."""
+        q, k = qk[:, : self._queries], qk[:, self._queries :]
+        shape = work.batch, work.new
+        keys, values = work.rows.write(layer, k.unflatten(0, shape), v.unflatten(0, shape))
+        mask = work.mask
+        if work.blocks:
+            return _joined(
+                [
+                    self._attend_one(q[a:b], keys[a:b, :, :view], values[a:b, :, :view], mask[a:b])
+                    for a, b, view in work.blocks
+                ]
+            )
+        q = q.view(*shape, self._queries, self._dim).transpose(1, 2)
         out = F.scaled_dot_product_attention(
             q, keys, values, mask, scale=self._scaling, enable_gqa=True
         )
@@ -315,6 +348,10 @@ class LlamaCpuForward(BatchedForward):
             self._angles = (cos[:, None].contiguous(), signed[:, None])
         cos, sin = self._angles
         return cos.index_select(0, positions), sin.index_select(0, positions)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def split_blocks(lengths: Sequence[int], view: int) -> list[tuple[int, int, int]]:

@@ -9,6 +9,7 @@ siblings of one prompt, and for a conversation's next turn.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -18,7 +19,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from agentrl_trainer.inference.kv_cache import KVPool, Rows, Stored
+from agentrl_trainer.inference.kv_cache import KVPool, Part, Rows, Stored
 from agentrl_trainer.models.loading import BaseModel
 
 _CACHES = ("past_key_values", "cache_params", "state", "mems")
@@ -103,7 +104,10 @@ class RowByRowForward:
     def new_rows(self, pool: KVPool) -> Rows:
         return StateRows(pool)
 
-    def __call__(self, rows: Rows, chunks: list[list[int]], starts: list[int]) -> torch.Tensor:
+    def __call__(self, parts: Sequence[Part]) -> list[torch.Tensor]:
+        return [self._logits(*part) for part in parts]
+
+    def _logits(self, rows: Rows, chunks: list[list[int]], starts: list[int]) -> torch.Tensor:
         states = cast(StateRows, rows).states
         assert [len(state.tokens) for state in states[: len(chunks)]] == starts
         pairs = zip(states, chunks, strict=False)

@@ -2,7 +2,7 @@
 
 Knows lanes and sequences, not threads or HTTP. Everything here runs on one thread.
 
-Every round: admit what fits, then run one chunk of prefill and one decode step per lane (one lane
+Every round: admit what fits, then run one decode step and one chunk of prefill per lane (one lane
 per adapter version). Sequences join and leave between steps.
 """
 
@@ -22,7 +22,7 @@ import torch
 from agentrl_trainer.inference.adapter_swap import AdapterWeights, PreparedAdapter
 from agentrl_trainer.inference.forward import Forward, Scorer
 from agentrl_trainer.inference.grammar import Grammars
-from agentrl_trainer.inference.kv_cache import KVPool
+from agentrl_trainer.inference.kv_cache import KVPool, Part
 from agentrl_trainer.inference.requests import (
     Event,
     Finished,
@@ -33,7 +33,7 @@ from agentrl_trainer.inference.requests import (
     Token,
 )
 from agentrl_trainer.inference.sampling import Picked, Steering, pick
-from agentrl_trainer.inference.sequences import Lane, Sequence, chunk_size
+from agentrl_trainer.inference.sequences import Lane, Prefill, Sequence, chunk_size
 
 log = logging.getLogger(__name__)
 
@@ -114,12 +114,11 @@ class Scheduler:
         self._drop_cancelled()
         self._admit()
         for lane in self.lanes:
-            for step, due in ((self._prefill, lane.jobs), (self._decode, lane.decoding)):
-                if due:
-                    try:
-                        step(lane)
-                    except Exception as error:
-                        self._fail(lane, error)
+            if lane.resident:
+                try:
+                    self._step(lane)
+                except Exception as error:
+                    self._fail(lane, error)
         self._retire()
 
     def _fail(self, lane: Lane, error: Exception) -> None:
@@ -194,17 +193,52 @@ class Scheduler:
             running += 1
         self.waiting.extendleft(reversed(passed))
 
-    def _prefill(self, lane: Lane) -> None:
-        """Compute up to ``prefill_chunk`` tokens of the lane's jobs, padding included."""
+    def _step(self, lane: Lane) -> None:
+        """Compute a token for each decoding sequence, and up to ``prefill_chunk`` tokens of the
+        lane's jobs, padding included. It is one forward, so that the weights are read once."""
+        parts: list[Part] = []
+        if sequences := self._room_to_decode(lane):
+            starts = [len(s.tokens) - 1 for s in sequences]
+            parts.append(Part(lane.rows, [s.tokens[-1:] for s in sequences], starts))
+        jobs, size = lane.jobs[: self.prefill_chunk], 0
+        if jobs:
+            size = chunk_size([len(j.tokens) - j.held for j in jobs], self.prefill_chunk)
+            chunks = [j.tokens[j.held : j.held + size] for j in jobs]
+            parts.append(Part(lane.filling, chunks, [j.held for j in jobs]))
+        if not parts:
+            return
         self.weights.activate(lane.weights)
-        jobs = lane.jobs[: self.prefill_chunk]
-        size = chunk_size([len(j.tokens) - j.held for j in jobs], self.prefill_chunk)
-        chunks = [j.tokens[j.held : j.held + size] for j in jobs]
-        logits = self.forward(lane.filling, chunks, [j.held for j in jobs])
-        for job, chunk in zip(jobs, chunks, strict=True):
-            job.held += len(chunk)
-            self.count.prefill_tokens += len(chunk)
+        logits = self.forward(parts)
+        if sequences:
+            self._decoded(lane, sequences, logits[0])
+        if jobs:
+            self._prefilled(lane, jobs, size, logits[-1])
+
+    def _room_to_decode(self, lane: Lane) -> list[Sequence]:
+        """Return the sequences that the pool has room for, for one more token each."""
+        while lane.decoding:
+            longest = max(len(s.tokens) for s in lane.decoding)
+            if lane.rows.reserve(len(lane.decoding), longest, force=self.running <= 1):
+                break
+            # The youngest returns to the queue; its tokens stay, its keys are computed again.
+            seq = max(lane.decoding, key=lambda s: s.admitted)
+            lane.leave(seq, keep=False)
+            self._requeue([seq])
+        return list(lane.decoding)
+
+    def _decoded(self, lane: Lane, sequences: list[Sequence], logits: torch.Tensor) -> None:
+        self.count.decode_steps += 1
+        self._sample(sequences, logits)
+        for seq in sequences:
+            if seq.ended is not None:
+                lane.leave(seq)
+
+    def _prefilled(self, lane: Lane, jobs: list[Prefill], size: int, logits: torch.Tensor) -> None:
         self.count.prefill_steps += 1
+        for job in jobs:
+            new = min(size, len(job.tokens) - job.held)
+            job.held += new
+            self.count.prefill_tokens += new
         complete = [(row, job) for row, job in enumerate(jobs) if job.held == len(job.tokens)]
         if not complete:
             return
@@ -215,27 +249,6 @@ class Scheduler:
             # Nothing else may hold keys and values that could be given up: then exceed the pool.
             alone = self.running <= len(job.sequences)
             self._requeue(lane.finish_prefill(job, force=alone))
-
-    def _decode(self, lane: Lane) -> None:
-        while lane.decoding:
-            longest = max(len(s.tokens) for s in lane.decoding)
-            if lane.rows.reserve(len(lane.decoding), longest, force=self.running <= 1):
-                break
-            # The youngest returns to the queue; its tokens stay, its keys are computed again.
-            seq = max(lane.decoding, key=lambda s: s.admitted)
-            lane.leave(seq, keep=False)
-            self._requeue([seq])
-        else:
-            return
-        self.weights.activate(lane.weights)
-        sequences = list(lane.decoding)
-        starts = [len(s.tokens) - 1 for s in sequences]
-        logits = self.forward(lane.rows, [s.tokens[-1:] for s in sequences], starts)
-        self.count.decode_steps += 1
-        self._sample(sequences, logits)
-        for seq in sequences:
-            if seq.ended is not None:
-                lane.leave(seq)
 
     def _requeue(self, sequences: list[Sequence]) -> None:
         self.count.preemptions += len(sequences)

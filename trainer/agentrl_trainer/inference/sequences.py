@@ -19,10 +19,16 @@ from transformers import PreTrainedTokenizerBase
 from agentrl_trainer.inference.adapter_swap import PreparedAdapter
 from agentrl_trainer.inference.forward import Forward
 from agentrl_trainer.inference.grammar import GrammarState
-from agentrl_trainer.inference.kv_cache import MIN_PREFIX, KVPool, Prefix, Rows, Stored
+from agentrl_trainer.inference.kv_cache import (
+    MIN_PREFIX,
+    KVPool,
+    Prefix,
+    Rows,
+    Stored,
+    longer_prefix,
+)
 from agentrl_trainer.inference.llama_cpu import BLOCK
 from agentrl_trainer.inference.requests import FinishReason, SampleRequest
-from agentrl_trainer.models.prefix_attention import common_prefix
 
 _OVERHEAD_TOKENS = 256
 """Cost of a forward before its first token, in tokens: weighs padding against more forwards."""
@@ -145,7 +151,7 @@ class Lane:
         """Find the longest stored prefix of ``tokens``, short of its last (which needs logits)."""
         length, source = 0, None
         for other in (*self.pool.prefixes(self), *self.decoding, *self.jobs):
-            size = min(_beats(other.tokens, tokens, length), other.held, len(tokens) - 1)
+            size = min(longer_prefix(other.tokens, tokens, length), other.held, len(tokens) - 1)
             if size > length and (self.rows.parts or size == other.held):
                 length, source = size, other
         if source is None or length < MIN_PREFIX:
@@ -159,7 +165,9 @@ class Lane:
     def worth_waiting(self, tokens: list[int], have: int) -> bool:
         """Whether a running prefill will soon offer a much longer prefix than ``have``."""
         want = have + 4 * MIN_PREFIX
-        return self.filling.parts and any(_beats(j.tokens, tokens, want) > want for j in self.jobs)
+        return self.filling.parts and any(
+            longer_prefix(j.tokens, tokens, want) > want for j in self.jobs
+        )
 
     def room_for(self, tokens: list[int], *, joins: bool) -> bool:
         """Whether the pool has room for one more sequence (its answer may still outgrow it)."""
@@ -246,13 +254,6 @@ class Lane:
     def clear(self) -> None:
         self.filling.free()
         self.rows.free()
-
-
-def _beats(have: list[int], want: list[int], best: int) -> int:
-    """Common prefix if longer than ``best``, else 0: one comparison rules most out."""
-    if len(have) <= best or len(want) <= best or have[best] != want[best]:
-        return 0
-    return common_prefix(have, want)
 
 
 def chunk_size(left: list[int], most_tokens: int) -> int:

