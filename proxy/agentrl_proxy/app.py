@@ -51,6 +51,7 @@ ROUTES: _Routes = {
     "/healthz": ("GET", Handlers.healthz),
     "/openapi.json": ("GET", Handlers.openapi),
     "/admin/adapters": ("POST", Handlers.load_adapter),
+    "/admin/drop-prefixes": ("POST", Handlers.drop_prefixes),
     "/rollouts/{rollout_id}/v1/rewards": ("POST", Handlers.rewards),
     **_MODEL_ROUTES,
     **{f"/rollouts/{{rollout_id}}{path}": route for path, route in _MODEL_ROUTES.items()},

@@ -49,7 +49,7 @@ from agentrl_proxy.requests.lifecycle import ClientRequest
 from agentrl_proxy.requests.rate_limits import Admission
 from agentrl_proxy.requests.recording import agent_name
 from agentrl_proxy.requests.stored_responses import StoredResponses, response_of
-from agentrl_proxy.sampler import RefusedError
+from agentrl_proxy.sampler import PrefixCache, RefusedError
 from agentrl_proxy.server.large_requests import LargeRequests, is_large
 from agentrl_proxy.server.request_body import BodyReader
 from agentrl_proxy.server.sse import WorkResponse, json_response
@@ -254,6 +254,12 @@ class Handlers:
             text = f"adapter {name}@{version} was not loaded: {type(error).__name__}: {error}"
             raise unavailable(text, "adapter_not_loaded") from error
         return json_response({"name": name, "version": version})
+
+    async def drop_prefixes(self, request: Request) -> Response:
+        await self.credentials.operator_only(request.headers)
+        if isinstance(sampler := self.deps.sampler, PrefixCache):
+            await sampler.drop_prefixes()
+        return json_response({})
 
     async def forget_sealed(self) -> None:
         """Drop the memory of attempts that the store says are over."""

@@ -101,6 +101,15 @@ class PromptScorer(Protocol):
 
 
 @runtime_checkable
+class PrefixCache(Protocol):
+    """A sampler that takes memory for prefixes of finished calls."""
+
+    async def drop_prefixes(self) -> None:
+        """Free that memory, which no call is expected to use."""
+        ...
+
+
+@runtime_checkable
 class Sampler(Protocol):
     """Samples from one base model with any of its loaded adapters."""
 

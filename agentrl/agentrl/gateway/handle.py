@@ -109,6 +109,11 @@ class GatewayHandle(SupervisedProcess):
             said = answer.text
         return said, answer.is_client_error
 
+    def drop_prefixes(self) -> None:
+        """Free memory of the sampler that no call needs until the next version; best effort."""
+        with contextlib.suppress(httpx.HTTPError):
+            self._client.post("/admin/drop-prefixes", json={})
+
     def watch(self) -> NoReturn:
         """Wait until interrupted.
 

@@ -70,6 +70,9 @@ class EmbeddedSampler:
         except ModelError as error:
             raise RefusedError("invalid_parameter", str(error)) from error
 
+    async def drop_prefixes(self) -> None:
+        await asyncio.wrap_future(self.engine.drop_prefixes())
+
     async def sample(
         self, prompt_ids: Sequence[int], params: DecodingParams, adapter: str | None
     ) -> AsyncIterator[SampleEvent]:

@@ -92,6 +92,8 @@ def train_step(run: TrainingRun, step: int) -> None:
         taken = run.queue.take(step, partial(run.display.phase, "rollouts"))
     ahead = run.queue.under_way if taken.metrics["groups/ahead"] else None
     run.display.phase("learning", ahead=ahead)
+    if not ahead:
+        run.session.gateway.drop_prefixes()
     with timer("update"):
         calls, batches = run.records.assemble(step, taken.rollouts)
         passes = {

@@ -50,6 +50,7 @@ SCHEMAS: dict[str, Schema] = {
     "Reward": _answer(name=_TEXT, value=_REWARDS, key=_TEXT),
     "AdapterRequest": ADAPTER.schema,
     "Adapter": _answer(name=_TEXT, version=_INTEGER),
+    "Nothing": {"type": "object"},
     "Spans": {"type": "object", "description": "https://opentelemetry.io/docs/specs/otlp/"},
     "Models": _answer(data=_LIST),
     "Model": _answer(id=_TEXT),
@@ -61,6 +62,7 @@ SCHEMAS: dict[str, Schema] = {
 _OPERATIONS: tuple[tuple[str, str, str | None, str], ...] = (
     ("/healthz", "Whether it can answer", None, "Health"),
     ("/admin/adapters", "Answer with this adapter version", "AdapterRequest", "Adapter"),
+    ("/admin/drop-prefixes", "Free the sampler's prefix cache", "Nothing", "Nothing"),
     ("/rollouts/{rollout_id}/v1/rewards", "Reward the rollout", "RewardRequest", "Reward"),
     ("/v1/models", "List models", None, "Models"),
     ("/v1/models/{model}", "Describe a model", None, "Model"),

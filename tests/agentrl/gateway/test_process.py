@@ -27,6 +27,8 @@ from agentrl_tracer.schemas import CallState, Claim, SkipReason
 from agentrl_tracer.store import Store
 from agentrl_trainer.models.loading import load_base
 
+OPERATOR_KEY = "sk-operator-key-of-the-test"
+
 # The gateway's own process. Its engine fails once, while a file "fail" is there; and it is killed
 # once, while a file "kill" is there, after an answer became durable and before its client got it.
 FRAGILE = """
@@ -70,7 +72,7 @@ def gateway(tmp_path: Path, store: Store) -> Iterator[tuple[str, Claim, Supervis
     )
     plan = GatewayPlan.of(
         settings, vllm_url=None, store=store.url, run_id=run_id,
-        operator_key="sk-operator-key-of-the-test",
+        operator_key=OPERATOR_KEY,
         rollouts=RunnerSettings(max_calls_per_rollout=15),
     )  # fmt: skip
     with socket.create_server(("127.0.0.1", 0)) as sock:
@@ -120,6 +122,14 @@ def test_a_gateway_that_dies_comes_back_and_samples_no_retry_again(
         # The budget counts the calls of all four processes.
         with pytest.raises(openai.RateLimitError, match="has made 8 of its 15 calls"):
             once.chat.completions.create(**asked, n=8)
+    as_operator = {"headers": {"authorization": f"Bearer {OPERATOR_KEY}"}, "timeout": 30}
+
+    def held() -> int:
+        return httpx.get(f"{url}/healthz", **as_operator).json()["sampler"]["kv_tokens"]
+
+    before = held()
+    httpx.post(f"{url}/admin/drop-prefixes", json={}, **as_operator).raise_for_status()
+    assert held() < before
     process.stop()
     assert "the sampler has died" in (tmp_path / "gateway.log").read_text()
     calls = store.calls(attempt_ids=[claim.attempt_id])

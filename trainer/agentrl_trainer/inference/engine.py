@@ -219,6 +219,10 @@ class SamplerEngine:
         """Forget an adapter: running sequences finish, queued ones fail."""
         return self._command(lambda: self._scheduler.unload(name))
 
+    def drop_prefixes(self) -> Future[None]:
+        """Free what is kept of finished sequences, which later prompts might have continued."""
+        return self._command(self._pool.drop_all)
+
     def score(
         self, rows: Sequences[list[int]], adapter: str | None, top: int = 0
     ) -> Future[list[Scored]]:

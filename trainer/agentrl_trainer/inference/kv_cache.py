@@ -187,6 +187,10 @@ class KVPool:
         for entry in self.prefixes(owner):
             self._drop(entry)
 
+    def drop_all(self) -> None:
+        for entry in list(self._entries):
+            self._drop(entry)
+
     def _drop(self, entry: Prefix) -> None:
         del self._entries[entry]
         self.used -= entry.cost
