@@ -32,6 +32,7 @@ _COMMANDS = {  # with settings: they read their own flags, see config/loading.py
     "runner": "Run rollouts of a run in progress, from this or another machine.",
 }
 _OTHERS = {
+    "ui": "Show runs in a browser: curves, rollouts, conversations and their tokens.",
     "export": "Write a trained adapter as a PEFT folder or a merged model, for vLLM, Ollama and "
     "others.",
     "tinker-server": "Run scripts for Tinker's SDK on this machine: serve its protocol.",

@@ -1,4 +1,4 @@
-"""What a request and a response say, in one line, whichever protocol they are of."""
+"""What a request and a response say, whichever protocol they are of: in one line, and whole."""
 
 from __future__ import annotations
 
@@ -25,7 +25,29 @@ def prompt_excerpt(request: Mapping[str, Any] | None) -> str:
     return excerpt(f"{more}{role}: {text_of(last.get('content') or last.get('output') or '')}")
 
 
+def new_messages_text(request: Mapping[str, Any] | None) -> str:
+    """Return what a request says after the model's last answer in it."""
+    request = request or {}
+    said: Any = request.get("messages") or request.get("input") or request.get("prompt") or ""
+    if not isinstance(said, list):
+        return text_of(said)
+    new: list[str] = []
+    for message in reversed(said):
+        if not isinstance(message, dict):
+            new.append(str(message))
+        elif message.get("role") == "assistant":
+            break
+        else:
+            new.append(text_of(message.get("content") or message.get("output") or ""))
+    return "\n".join(reversed(new))
+
+
 def answer_excerpt(response: Mapping[str, Any] | None) -> str:
+    """Return what a response says, tool calls included, in one line."""
+    return excerpt(answer_text(response))
+
+
+def answer_text(response: Mapping[str, Any] | None) -> str:
     """Return what a response says, tool calls included."""
     response = response or {}
     for choice in response.get("choices") or []:
@@ -33,8 +55,8 @@ def answer_excerpt(response: Mapping[str, Any] | None) -> str:
         tools = [tool.get("function") or {} for tool in message.get("tool_calls") or []]
         parts = [text_of(choice.get("text") or message.get("content") or "")]
         parts += [f"→ {one.get('name')}({one.get('arguments')})" for one in tools]
-        return excerpt("  ".join(filter(None, parts)))
-    return excerpt(text_of(response.get("output") or response.get("content") or ""))
+        return "  ".join(filter(None, parts))
+    return text_of(response.get("output") or response.get("content") or "")
 
 
 def text_of(content: Any) -> str:

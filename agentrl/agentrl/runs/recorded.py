@@ -33,8 +33,13 @@ def _working_directory() -> Path:
 SHELL_IN = _working_directory()  # ``--resume`` goes back to where the run was started
 
 
-def open_store(folder: RunFolder, patience_s: float = PATIENCE_S) -> tuple[Store, Json]:
+def open_store(
+    folder: RunFolder, patience_s: float = PATIENCE_S, *, read_only: bool = False
+) -> tuple[Store, Json]:
     """Open the store of a run; return the run's row, too.
+
+    Args:
+        patience_s, read_only: as for ``Store``; an older schema is brought up to date before.
 
     Raises:
         ConfigError: the store does not hold the run.
@@ -48,6 +53,9 @@ def open_store(folder: RunFolder, patience_s: float = PATIENCE_S) -> tuple[Store
         url = str(Path(start, url) if Path(start).is_dir() else Path(url))
     if "://" in url or Path(url).is_file():  # else it would be made
         store = Store(url, patience_s=patience_s)
+        if read_only:
+            store.close()
+            store = Store(url, patience_s=patience_s, read_only=True)
         if found := [run for run in store.runs() if run["id"] == run_id]:
             return store, found[0]
         store.close()

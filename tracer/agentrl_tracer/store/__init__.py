@@ -19,6 +19,7 @@ class Store(RunStore, LeaseStore, CallStore):
     Args:
         url: a path (SQLite), or an SQLAlchemy URL such as ``postgresql://user@host/agentrl``.
         patience_s: how long a method waits for a database that is away. The log says so.
+        read_only: the database refuses what would change it.
 
     Raises:
         StoreError: the database is away for longer, or cannot be used; says what to do. Methods
@@ -26,8 +27,10 @@ class Store(RunStore, LeaseStore, CallStore):
         RuntimeError: the database was made by a newer agentrl.
     """
 
-    def __init__(self, url: str, *, patience_s: float = PATIENCE_S) -> None:
-        self.db = Database(url, patience_s=patience_s)
+    def __init__(
+        self, url: str, *, patience_s: float = PATIENCE_S, read_only: bool = False
+    ) -> None:
+        self.db = Database(url, patience_s=patience_s, read_only=read_only)
         self.url = self.db.url
         self.is_remote = self.db.is_remote
 

@@ -51,8 +51,8 @@ _CONNECT = {  # a server that is gone without a word is noticed within a minute
 HEAD = "0003"  # the newest migration; a test compares it with the scripts
 
 
-def open_engine(url: str) -> sa.Engine:
-    """Return an engine, without connecting.
+def open_engine(url: str, *, read_only: bool = False) -> sa.Engine:
+    """Return an engine, without connecting; the database refuses writes of a read-only one.
 
     A forked child must neither use nor close a connection that it inherits.
 
@@ -65,7 +65,11 @@ def open_engine(url: str) -> sa.Engine:
         if (backend := parsed.get_backend_name()) not in ("postgresql", "sqlite"):
             raise ArgumentError(backend)
         if backend == "postgresql":
-            wanted = {key: value for key, value in _CONNECT.items() if key not in parsed.query}
+            wanted: dict[str, Any] = {
+                key: value for key, value in _CONNECT.items() if key not in parsed.query
+            }
+            if read_only:
+                wanted["options"] = "-c default_transaction_read_only=on"
             return sa.create_engine(url, pool_pre_ping=True, connect_args=wanted, **codec)
         engine = sa.create_engine(url, connect_args={"check_same_thread": False}, **codec)
     except ModuleNotFoundError as error:
@@ -85,6 +89,8 @@ def open_engine(url: str) -> sa.Engine:
             f"busy_timeout={_BUSY_MS}", "journal_mode=WAL", "synchronous=NORMAL", "foreign_keys=ON"
         ):  # fmt: skip
             connection.execute(f"PRAGMA {pragma}")
+        if read_only:
+            connection.execute("PRAGMA query_only=ON")
 
     @event.listens_for(engine, "begin")
     def _begin(connection: sa.Connection) -> None:
@@ -102,15 +108,18 @@ class Database:
     Args:
         patience_s: how long ``execute``, ``fetch``, ``look_up``, ``transact`` and ``snapshot`` wait
             for a database that is away.
+        read_only: refuse writes, those of a migration to this version's schema included.
     """
 
-    def __init__(self, url: str, *, patience_s: float = PATIENCE_S) -> None:
+    def __init__(
+        self, url: str, *, patience_s: float = PATIENCE_S, read_only: bool = False
+    ) -> None:
         if "://" not in url:  # a path
             url = f"sqlite:///{Path(url).absolute()}"
         if url.startswith(("postgres://", "postgresql://")):
             url = "postgresql+psycopg://" + url.partition("://")[2]
         self.url, self.patience_s = url, patience_s
-        self.engine = open_engine(url)
+        self.engine = open_engine(url, read_only=read_only)
         self.is_remote = not self.url.startswith("sqlite")
         self.upsert = partial(upsert, self.is_remote)
         self.name = self.engine.url.render_as_string()  # without its password

@@ -190,6 +190,16 @@ class RolloutStore(RewardStore):
         types = {"state": RolloutState, "purpose": Purpose}
         return [Rollout(**{**row, **{k: f(row[k]) for k, f in types.items()}}) for row in rows]
 
+    def rollout_ids_after(self, run_id: str, last: str, limit: int) -> list[str]:
+        """Return the ids of the next ``limit`` rollouts that were queued after ``last``."""
+        own = t.rollouts.c.run_id == run_id, t.rollouts.c.id > last
+        query = sa.select(t.rollouts.c.id).where(*own).order_by(t.rollouts.c.id).limit(limit)
+        return [row.id for row in self.db.fetch_rows(query)]
+
+    def count_rollouts(self, run_id: str) -> int:
+        query = sa.select(sa.func.count()).where(t.rollouts.c.run_id == run_id)
+        return self.db.fetch_rows(query.select_from(t.rollouts))[0][0]
+
     def attempts(self, rollout_ids: Collection[str]) -> list[Attempt]:
         """Return the attempts of these rollouts in order of their start."""
         mine = self.db.among(t.attempts.c.rollout_id, rollout_ids)

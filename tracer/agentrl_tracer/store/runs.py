@@ -119,6 +119,11 @@ class RunStore(VerdictStore):
             found.setdefault(row["step"], {})[row["name"]] = row["value"]
         return found
 
+    def last_step(self, run_id: str) -> int | None:
+        """Return the newest step that has metrics."""
+        query = sa.select(sa.func.max(t.metrics.c.step)).where(t.metrics.c.run_id == run_id)
+        return self.db.fetch_rows(query)[0][0]
+
     def register_gateway(self, boot_id: str, run_id: str | None, pid: int) -> int:
         """Register a gateway process; return how many calls its predecessor left open.
 

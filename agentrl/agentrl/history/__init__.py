@@ -1,0 +1,1 @@
+"""What runs have recorded, as pages and commands show it: found, indexed, filtered, compared."""

@@ -1,0 +1,188 @@
+"""Index a run's rollouts in a file of its own beside the run: a summary of each, and its texts.
+
+A store is laid out for recording. Sorting 100,000 rollouts by reward, or searching the messages of
+a million calls, needs sums and words that it does not keep. ``RolloutIndex`` holds them in
+``view.db``; ``fill`` brings it up to date in small steps. It can be deleted at any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sqlite3
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from agentrl.runs.excerpts import answer_text, new_messages_text
+from agentrl_tracer.schemas import Attempt, Call, Reward, Rollout, RolloutState
+from agentrl_tracer.store import Store
+from agentrl_trainer.data.rewards import by_rollout, rollout_reward, winning_rewards
+
+VERSION = 1
+"""Of the layout; a file of another version is made anew."""
+_STEP = 200
+"""Rollouts that one call of ``fill`` looks at."""
+_ENDED = (RolloutState.SUCCEEDED, RolloutState.FAILED, RolloutState.CANCELLED)
+
+COLUMNS: dict[str, str] = {
+    "id": "TEXT PRIMARY KEY",
+    "step": "INTEGER",
+    "purpose": "TEXT",
+    "task": "INTEGER",
+    "group": "TEXT",
+    "index": "INTEGER",
+    "status": "TEXT",
+    "reward": "REAL",
+    "rewards": "TEXT",
+    "attempts": "INTEGER",
+    "calls": "INTEGER",
+    "prompt_tokens": "INTEGER",
+    "tokens": "INTEGER",
+    "seconds": "REAL",
+    "agent": "TEXT",
+    "error": "TEXT",
+    "started_at": "REAL",
+    "final": "INTEGER",
+}
+"""Columns of the table of rollouts and their types. ``task`` is the task's place in its split,
+``tokens`` counts sampled tokens, ``rewards`` is JSON by name, ``final`` is 1 once the rollout has
+ended."""
+_LAYOUT = f"""
+CREATE TABLE rollout ({", ".join(f'"{name}" {kind}' for name, kind in COLUMNS.items())});
+CREATE INDEX by_place ON rollout (purpose, step, "group", "index");
+CREATE INDEX by_task ON rollout (purpose, task, step);
+CREATE INDEX unfinished ON rollout (final) WHERE final = 0;
+CREATE TABLE call (id TEXT, rollout TEXT);
+CREATE VIRTUAL TABLE said USING fts5(text, content='');
+PRAGMA user_version = {VERSION};
+"""
+
+
+class RolloutIndex:
+    """The index of one run. Any thread may read; ``fill`` is one thread's."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        self._writer: sqlite3.Connection | None = None
+
+    @contextlib.contextmanager
+    def read(self) -> Iterator[sqlite3.Connection]:
+        """Lend a connection of its own to read with; columns by name."""
+        self._prepare()
+        with contextlib.closing(sqlite3.connect(self.path)) as connection:
+            connection.row_factory = sqlite3.Row
+            connection.execute("PRAGMA query_only=ON")
+            yield connection
+
+    def fill(self, store: Store, run_id: str) -> bool:
+        """Take in what is new, a few hundred rollouts at most; False if there was nothing."""
+        db = self._prepare()
+        [last] = db.execute("SELECT coalesce(max(id), '') FROM rollout").fetchone()
+        new = store.rollout_ids_after(run_id, last, _STEP)
+        running = [row[0] for row in db.execute("SELECT id FROM rollout WHERE final = 0 LIMIT 999")]
+        self._take_in(store, run_id, [*new, *running])
+        return bool(new)
+
+    def progress(self, store: Store, run_id: str) -> tuple[int, int]:
+        """Return how many rollouts the index holds, and how many there are."""
+        with self.read() as db:
+            [held] = db.execute("SELECT count(*) FROM rollout").fetchone()
+        return held, store.count_rollouts(run_id)
+
+    def signature(self) -> tuple[object, ...]:
+        """Return what differs once the index has something new."""
+        with self.read() as db:
+            counts = "SELECT count(*), sum(final), max(started_at) FROM rollout"
+            return tuple(db.execute(counts).fetchone())
+
+    def close(self) -> None:
+        with self._lock:
+            if self._writer is not None:
+                self._writer.close()
+                self._writer = None
+
+    def _prepare(self) -> sqlite3.Connection:
+        """Return the connection that writes, with the layout in place."""
+        with self._lock:
+            if self._writer is not None:
+                return self._writer
+            db = sqlite3.connect(self.path, check_same_thread=False, isolation_level=None)
+            if db.execute("PRAGMA user_version").fetchone()[0] not in (0, VERSION):
+                db.close()
+                self.path.unlink()
+                db = sqlite3.connect(self.path, check_same_thread=False, isolation_level=None)
+            db.execute("PRAGMA journal_mode=WAL")
+            db.execute("PRAGMA synchronous=OFF")  # it can be made again
+            if db.execute("PRAGMA user_version").fetchone()[0] == 0:
+                db.executescript(_LAYOUT)
+            self._writer = db
+            return db
+
+    def _take_in(self, store: Store, run_id: str, ids: Collection[str]) -> None:
+        if not ids:
+            return
+        rollouts = store.rollouts(run_id, ids=ids)
+        ended = [rollout.id for rollout in rollouts if rollout.state in _ENDED]
+        began = [rollout.id for rollout in rollouts if rollout.started_at is not None]
+        calls = by_rollout(store.calls(rollout_ids=began))
+        rewards = by_rollout(store.rewards(ended))
+        errors = {attempt.rollout_id: attempt for attempt in store.attempts(began)}
+        rows = [
+            _summary(one, calls[one.id], rewards[one.id], errors.get(one.id)) for one in rollouts
+        ]
+        said = [
+            (call.id, call.rollout_id, f"{new_messages_text(call.request)}\n{text}")
+            for rollout_id in ended
+            for call in calls[rollout_id]
+            if (text := answer_text(call.response)) or call.request
+        ]
+        marks = ", ".join("?" * len(COLUMNS))
+        with self._lock:
+            db = self._writer
+            if db is None:  # closed meanwhile
+                return
+            db.execute("BEGIN IMMEDIATE")
+            try:
+                db.executemany(f"INSERT OR REPLACE INTO rollout VALUES ({marks})", rows)
+                for call_id, rollout_id, text in said:
+                    at = db.execute("INSERT INTO call VALUES (?, ?)", (call_id, rollout_id))
+                    db.execute("INSERT INTO said(rowid, text) VALUES (?, ?)", (at.lastrowid, text))
+                db.execute("COMMIT")
+            except BaseException:
+                db.execute("ROLLBACK")
+                raise
+
+
+def _summary(
+    rollout: Rollout, calls: Sequence[Call], rewards: Sequence[Reward], last: Attempt | None
+) -> list[Any]:
+    counts = [call.tokens or (0, 0) for call in calls]
+    by_name: dict[str, float] = {}
+    for reward in winning_rewards(rollout, rewards):
+        by_name[reward.name] = by_name.get(reward.name, 0.0) + reward.value
+    took = None
+    if rollout.started_at is not None and rollout.ended_at is not None:
+        took = rollout.ended_at - rollout.started_at
+    return [
+        rollout.id,
+        rollout.step,
+        rollout.purpose,
+        int(rollout.task_id.rpartition("-")[2]),
+        rollout.group_id,
+        rollout.index,
+        rollout.state,
+        rollout_reward(rollout, rewards),
+        json.dumps(by_name),
+        rollout.attempts,
+        len(calls),
+        sum(prompt for call, (prompt, _) in zip(calls, counts, strict=True) if call.choice == 0),
+        sum(sampled for _, sampled in counts),
+        took,
+        ", ".join(sorted({call.agent for call in calls if call.agent})) or None,
+        rollout.reason or (last.error if last else None),
+        rollout.started_at,
+        int(rollout.state in _ENDED),
+    ]

@@ -1,0 +1,64 @@
+"""The app: its pages, errors, static files, and how it is served."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import uvicorn
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp
+
+from agentrl.config.errors import ConfigError
+from agentrl.config.secrets import MissingSecretError
+from agentrl.history.sources import Sources
+from agentrl.ui.access import TokenGate
+from agentrl.ui.pages import PAGES
+from agentrl.ui.views import STATIC, page
+from agentrl.ui.watcher import Watcher
+from agentrl_proxy.server.hosts import HostCheck
+from agentrl_tracer.store import StoreError
+
+
+def create_app(root: Path) -> FastAPI:
+    """Make the app over the runs below ``root``."""
+    app = FastAPI(openapi_url=None, lifespan=_lifespan)
+    app.state.sources, app.state.watcher = Sources(root), Watcher()
+    for router in PAGES:
+        app.include_router(router)
+    app.mount("/static", StaticFiles(directory=STATIC))
+    for kind in (ConfigError, MissingSecretError, StoreError, HTTPException):
+        app.add_exception_handler(kind, _said)
+    return app
+
+
+def serve(app: FastAPI, listening: socket.socket, token: str) -> None:
+    """Serve on a bound socket until SIGINT or SIGTERM."""
+    guarded: ASGIApp = TokenGate(app, token, listening.getsockname()[1])
+    guarded = HostCheck(guarded, listening.getsockname()[0])
+    config = uvicorn.Config(
+        guarded, loop="uvloop", lifespan="on", access_log=False, log_config=None,
+        server_header=False, timeout_graceful_shutdown=1,
+    )  # fmt: skip
+    uvicorn.Server(config).run(sockets=[listening])
+
+
+@contextlib.asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    app.state.watcher.start()
+    yield
+    app.state.watcher.stop()
+    app.state.sources.close()
+
+
+async def _said(request: Request, error: Exception) -> Response:
+    """Say in a sentence what is wrong."""
+    if isinstance(error, HTTPException):
+        return page(request, "error.html", error.status_code, said=error.detail)
+    status = 503 if isinstance(error, StoreError) else 404
+    return page(request, "error.html", status, said=str(error))

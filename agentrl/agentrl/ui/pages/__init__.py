@@ -1,0 +1,25 @@
+"""The pages, a module for each kind. A page is a function that returns a rendered template."""
+
+from agentrl.ui.pages import (
+    calls,
+    compare,
+    evaluations,
+    feedback,
+    group,
+    rollout,
+    rollouts,
+    runs,
+    sweeps,
+)
+
+PAGES = (
+    runs.router,
+    rollouts.router,
+    rollout.router,
+    group.router,
+    calls.router,
+    evaluations.router,
+    compare.router,
+    feedback.router,
+    sweeps.router,
+)

@@ -1,0 +1,7 @@
+"""Several runs side by side."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+router = APIRouter()

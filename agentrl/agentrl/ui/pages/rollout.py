@@ -1,0 +1,7 @@
+"""One rollout: its trace, conversations and tokens."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+router = APIRouter()

@@ -1,0 +1,2 @@
+// What pages do beyond links and forms.
+"use strict";

@@ -1,0 +1,79 @@
+"""What every page uses: its templates, the run that its path names, its errors."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from fastapi import Request
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from starlette.responses import HTMLResponse
+
+from agentrl import __version__
+from agentrl.history.sources import OpenRun, Sources
+
+_HERE = Path(__file__).parent
+STATIC = _HERE / "static"
+
+
+def when(seconds: float | None) -> str:
+    """Return a moment in local time, to the minute."""
+    return "–" if seconds is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+
+
+def duration(seconds: float | None) -> str:
+    """Return a length of time in its two largest units: ``1 h 4 min``, ``12.3 s``."""
+    if seconds is None:
+        return "–"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def number(value: float | None, form: str = ",.4g") -> str:
+    """Return a number, or a dash for none; counts with separators."""
+    if value is None:
+        return "–"
+    return f"{value:,}" if isinstance(value, int) else format(value, form)
+
+
+def percent(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.1f} %".replace(".0 %", " %")
+
+
+_templates = Environment(
+    loader=FileSystemLoader(_HERE / "templates"),
+    autoescape=True,  # agents' output is hostile
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+_templates.filters |= {
+    "when": when,
+    "duration": duration,
+    "number": number,
+    "percent": percent,
+    "json": lambda value: json.dumps(value, ensure_ascii=False, indent=2),
+}
+_templates.globals |= {"version": __version__}
+
+
+def page(request: Request, template: str, /, status: int = 200, **values: Any) -> HTMLResponse:
+    """Render a template; ``here`` is the path and query of the page."""
+    here = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+    text = _templates.get_template(template).render(request=request, here=here, **values)
+    return HTMLResponse(text, status)
+
+
+def sources(request: Request) -> Sources:
+    return request.app.state.sources
+
+
+def run_of(request: Request, name: str) -> OpenRun:
+    """Return the run that a path names, and have its index filled from now on."""
+    run = sources(request).open(name)
+    request.app.state.watcher.look_at(run)
+    return run
