@@ -1,7 +1,7 @@
 """What a call asked and answered, as messages, whichever protocol it used.
 
-Reads chat completions, completions, Responses and Anthropic's Messages as agents send them. Recorded
-bodies may have any shape, so nothing here raises: what is not understood is shown as JSON.
+Reads chat completions, completions, Responses and Anthropic's Messages as agents send them. A
+provider's bodies may have any shape: what is not understood is shown as JSON.
 """
 
 from __future__ import annotations
@@ -96,8 +96,10 @@ def _messages(item: dict[str, Any]) -> list[Message]:
     results: list[Message] = []
     texts: list[str] = []
     thoughts = [_text(item[n]) for n in ("reasoning_content", "reasoning") if item.get(n)][:1]
-    tools = [_tool(one) for one in item.get("tool_calls") or () if isinstance(one, dict)]
-    content = item.get("content")
+    called, content = item.get("tool_calls"), item.get("content")
+    tools = (
+        [_tool(one) for one in called if isinstance(one, dict)] if isinstance(called, list) else []
+    )
     for part in content if isinstance(content, list) else [content]:
         match part:
             case {"type": "tool_result"}:
