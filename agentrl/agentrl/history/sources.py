@@ -19,7 +19,7 @@ from typing import TypeVar
 from urllib.parse import quote, urlsplit
 
 from agentrl.config.errors import ConfigError
-from agentrl.config.secrets import MissingSecretError, store_url
+from agentrl.config.secrets import MissingSecretError, store_url, without_password
 from agentrl.history.index import RolloutIndex
 from agentrl.history.served import ServedIndex
 from agentrl.runs.folder import RunFolder
@@ -128,11 +128,12 @@ class Sources:
             if known := self._known(self._open, name):
                 return known
             _check_name(name, "run")
-            if (self.root / name).exists() or not (opened := self._without_folder(name)):
-                folder = RunFolder.existing(self.root / name, "run")
-                store, row = open_store(folder, _PATIENCE_S, read_only=True)
-                opened = OpenRun(folder, store, row, RolloutIndex(folder.root / "view.db"))
-            return self._keep(self._open, name, opened)
+            if found := self._in_stores(name):
+                return found
+            folder = RunFolder.existing(self.root / name, "run")
+            store, row = open_store(folder, _PATIENCE_S, read_only=True)
+            index = RolloutIndex(folder.root / "view.db")
+            return self._keep(self._open, name, OpenRun(folder, store, row, index))
 
     def all(self) -> tuple[list[OpenRun], list[str]]:
         """Return every run, newest first, and a sentence for each that cannot be opened."""
@@ -150,7 +151,8 @@ class Sources:
             except (StoreError, MissingSecretError) as error:
                 faults.append(f"{store_name}: {error}")
                 continue
-            runs += [self.open(f"{row['name']}~{row['id']}") for row in rows if row["id"] not in here]
+            with self._lock:
+                runs += [self._of_store(store_name, row) for row in rows if row["id"] not in here]
         return sorted(runs, key=lambda run: -run.row["created_at"]), faults
 
     def served_names(self) -> list[str]:
@@ -165,7 +167,7 @@ class Sources:
                 return known
             _check_name(name, "store")
             if name in self._urls:
-                store, place = self._store(name), cache_folder(self._urls[name])
+                store, place = self._store(name), cache_folder(without_password(self._urls[name]))
             elif _is_store(path := self.root / name):
                 store, place = _open_read_only(str(path)), cache_folder(str(path.absolute()))
             else:
@@ -197,14 +199,18 @@ class Sources:
                 self._shared[name] = _open_read_only(store_url(self._urls[name]))
             return self._shared[name]
 
-    def _without_folder(self, name: str) -> OpenRun | None:
-        run_id = name.rpartition("~")[2]
-        for store_name, url in self._urls.items() if "~" in name else ():
-            store = self._store(store_name)
-            for row in store.runs():
-                if row["id"] == run_id and name == f"{row['name']}~{run_id}":
-                    return OpenRun(None, store, row, RolloutIndex(cache_folder(url) / f"{run_id}.db"))
+    def _in_stores(self, name: str) -> OpenRun | None:
+        for store_name in self._urls if "~" in name else ():
+            for row in self._store(store_name).runs():
+                if name == f"{row['name']}~{row['id']}":
+                    return self._of_store(store_name, row)
         return None
+
+    def _of_store(self, store_name: str, row: Json) -> OpenRun:
+        place = cache_folder(without_password(self._urls[store_name]))
+        index = RolloutIndex(place / f"{row['id']}.db")
+        new = OpenRun(None, self._store(store_name), row, index)
+        return self._known(self._open, new.name) or self._keep(self._open, new.name, new)
 
 
 def cache_folder(shown: str) -> Path:
@@ -233,9 +239,11 @@ def _store_name(url: str) -> str:
 
 def _is_store(path: Path) -> bool:
     """Whether a file is a store of agentrl; another program's database is left alone."""
-    tables = "SELECT count(*) FROM sqlite_master WHERE name IN ('alembic_version', 'verdicts')"
+    tables = "SELECT count(*) FROM sqlite_master WHERE name IN ('alembic_version', 'calls')"
     try:
-        with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as db:
+        with contextlib.closing(
+            sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
+        ) as db:
             return db.execute(tables).fetchone()[0] == 2
     except sqlite3.Error:
         return False
