@@ -58,7 +58,7 @@ runs_app.command(
 
 def _keep_secrets(tokens: list[str]) -> None:
     """Let agents of this user read neither memory nor arguments of a command that has keys."""
-    if tokens and tokens[0] in (*_COMMANDS, "tinker-server"):
+    if tokens and tokens[0] in (*_COMMANDS, "tinker-server", "ui"):
         from agentrl.process_privacy import hide_arguments, hide_memory
 
         hide_memory()

@@ -39,7 +39,8 @@ CREATE VIRTUAL TABLE said USING fts5(text, content='');
         with self.write() as db:
             for call in taken:
                 at = db.execute("INSERT INTO call VALUES (?, ?)", (call.started_at, call.id))
-                text = f"{new_messages_text(call.request)}\n{answer_text(call.response)}"
+                whole = store.call(call.id) or call  # a large body was left out
+                text = f"{new_messages_text(whole.request)}\n{answer_text(whole.response)}"
                 db.execute("INSERT INTO said(rowid, text) VALUES (?, ?)", (at.lastrowid, text))
         return bool(taken)
 

@@ -179,7 +179,8 @@ class Sources:
         with self._lock:
             for opened in (*self._open.values(), *self._served.values(), *self._shared.values()):
                 opened.close()
-            self._open.clear(), self._served.clear(), self._shared.clear()
+            for known in (self._open, self._served, self._shared):
+                known.clear()
 
     def _known(self, opened: OrderedDict[str, Opened], name: str) -> Opened | None:
         if name in opened:
@@ -240,10 +241,9 @@ def _store_name(url: str) -> str:
 def _is_store(path: Path) -> bool:
     """Whether a file is a store of agentrl; another program's database is left alone."""
     tables = "SELECT count(*) FROM sqlite_master WHERE name IN ('alembic_version', 'calls')"
+    url = f"{path.absolute().as_uri()}?mode=ro"
     try:
-        with contextlib.closing(
-            sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
-        ) as db:
+        with contextlib.closing(sqlite3.connect(url, uri=True)) as db:
             return db.execute(tables).fetchone()[0] == 2
     except sqlite3.Error:
         return False

@@ -66,7 +66,7 @@ class TokenGate:
             if scope["method"] in ("GET", "HEAD") or _is_own(scope):
                 return self._app
             return PlainTextResponse("Only the pages themselves may send forms.\n", 403)
-        text = "Open the link that `agentrl ui` printed: it has the token of this page.\n"
+        text = "Open the link that `agentrl ui` printed; with an operator key, add ?token=KEY.\n"
         return PlainTextResponse(text, 403)
 
     def _is_token(self, given: str) -> bool:
@@ -86,7 +86,7 @@ class TokenGate:
 
 def _is_own(scope: Scope) -> bool:
     """Whether a request comes from a page of this address: another port is another server."""
-    headers = {name: value for name, value in scope["headers"]}
+    headers = dict(scope["headers"])
     host, origin = headers.get(b"host", b""), headers.get(b"origin", b"")
     return not origin or origin.partition(b"://")[2] == host
 
