@@ -7,7 +7,7 @@ and points over numbers), ``bars`` (over names, beside or on each other), ``flow
 of its own: ``agentrlCharts.kinds.NAME = (chart, theme) => an ECharts option``; ``other`` makes
 their data.
 
-Units: ``%`` marks fractions, which are shown times 100; ``s`` seconds; any other follows the number.
+Units: ``%`` marks fractions, which are shown times 100; any other follows the number.
 """
 
 from __future__ import annotations
@@ -44,7 +44,12 @@ def curve(
     step = -(-len(pairs) // _MOST_POINTS) or 1
     kept = pairs[(len(pairs) - 1) % step :: step] if pairs else []  # the last one stays
     low_high = [list((spread or {}).get(x, ())) or None for x, _ in kept] if spread else None
-    return {"name": name, "points": [list(pair) for pair in kept], "spread": low_high, "style": style}
+    return {
+        "name": name,
+        "points": [list(pair) for pair in kept],
+        "spread": low_high,
+        "style": style,
+    }
 
 
 def lines(
@@ -83,7 +88,9 @@ def bars(
     rows = []
     for at, name in enumerate(names):
         first = {"text": name, "href": hrefs[at]} if hrefs and hrefs[at] else name
-        cells = [_with_spread(one["values"][at], (one.get("spread") or {}), at, unit) for one in series]
+        cells = [
+            _with_spread(one["values"][at], (one.get("spread") or {}), at, unit) for one in series
+        ]
         rows.append([first, *cells])
     return _chart(
         "bars", key, title, names=list(names), series=list(series), x=x, unit=unit, stacked=stacked,
@@ -122,7 +129,12 @@ def timeline(
 
 
 def other(
-    kind: str, key: str, title: str, head: Sequence[str], rows: Sequence[Sequence[Cell]], **data: Any
+    kind: str,
+    key: str,
+    title: str,
+    head: Sequence[str],
+    rows: Sequence[Sequence[Cell]],
+    **data: Any,
 ) -> Chart:
     """Return a chart of a kind that another script draws; ``data`` is what it reads."""
     return _chart(kind, key, title, table={"head": list(head), "rows": list(rows)}, **data)

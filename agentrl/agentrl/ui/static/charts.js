@@ -70,11 +70,11 @@ const agentrlCharts = (() => {
 
   function errorBars(name, rows, color, horizontal = false, place = null) { // rows: [x, low, high]
     return {
-      type: "custom", name, data: rows, silent: true, z: 3, clip: true,
+      type: "custom", name, data: rows, silent: true, z: 3,
       encode: horizontal ? { y: 0, x: [1, 2] } : { x: 0, y: [1, 2] },
       renderItem: (params, api) => {
         const at = (value) => api.coord(horizontal ? [value, api.value(0)] : [api.value(0), value]);
-        const shift = place ? api.barLayout({ count: place.count })[place.at].offsetCenter : 0;
+        const shift = place ? api.barLayout({ count: place.count, barMaxWidth: 36 })[place.at].offsetCenter : 0;
         const [a, b] = [at(api.value(1)), at(api.value(2))];
         const stroke = { stroke: color, lineWidth: 1.5, fill: null };
         const line = (x1, y1, x2, y2) => ({
@@ -109,7 +109,7 @@ const agentrlCharts = (() => {
       const base = common(theme);
       return {
         ...base, legend: legend(theme, names), series,
-        grid: { left: 12, right: 16, top: names.length > 1 ? 34 : 14, bottom: 18, containLabel: true },
+        grid: { left: 12, right: 16, top: (names.length > 1 ? 34 : 14) + (chart.y ? 14 : 0), bottom: 28, containLabel: true },
         xAxis: axis(theme, { type: "value", name: chart.x, minInterval: 1, min: "dataMin", max: "dataMax", splitLine: { show: false } }),
         yAxis: axis(theme, {
           type: chart.log ? "log" : "value", name: chart.y, nameLocation: "end", nameGap: 8, scale: true, show: true,
@@ -139,7 +139,8 @@ const agentrlCharts = (() => {
         if (rows.length) series.push(errorBars(one.name, rows, theme.ink, chart.horizontal, { count, at }));
       });
       const names = axis(theme, { type: "category", data: chart.names, inverse: chart.horizontal, splitLine: { show: false },
-        axisLabel: { color: theme.faint, width: theme.narrow ? 100 : 190, overflow: "truncate" } });
+        axisLabel: { color: theme.faint, overflow: "truncate", interval: chart.horizontal || chart.names.length < 8 ? 0 : "auto",
+          width: chart.horizontal ? (theme.narrow ? 100 : 190) : Math.max(40, (theme.narrow ? 280 : 480) / chart.names.length) } });
       const values = axis(theme, { type: "value", axisLabel: { color: theme.faint, hideOverlap: true, formatter: (value) => figure(value, chart.unit) } });
       const base = common(theme);
       return {
@@ -176,7 +177,7 @@ const agentrlCharts = (() => {
     timeline(chart, theme) {
       const base = common(theme);
       return {
-        ...base, grid: { left: 12, right: 16, top: 8, bottom: 18, containLabel: true },
+        ...base, grid: { left: 12, right: 16, top: 8, bottom: 28, containLabel: true },
         xAxis: axis(theme, { type: "value", name: "seconds", min: "dataMin", max: "dataMax" }),
         yAxis: axis(theme, { type: "category", data: chart.lanes, inverse: true, splitLine: { show: false } }),
         tooltip: { ...base.tooltip, formatter: (one) => {
