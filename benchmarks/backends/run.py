@@ -32,8 +32,8 @@ from benchmarks.reporting import machine, read_json, table, write_json  # noqa: 
 
 from agentrl import Datum, ModelInput, ServiceClient  # noqa: E402
 from agentrl.config.commands import ServeConfig  # noqa: E402
+from agentrl.runs.statistics import wilson  # noqa: E402
 from agentrl.samplers.vllm.server import VllmServer, vllm_command  # noqa: E402
-from agentrl.training.evaluation import wilson  # noqa: E402
 from agentrl_tracer.schemas import Call, Purpose  # noqa: E402
 from agentrl_tracer.store import Store  # noqa: E402
 

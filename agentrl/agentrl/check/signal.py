@@ -9,7 +9,7 @@ from statistics import fmean
 from agentrl.config.checks import compares_groups
 from agentrl.config.commands import TrainConfig
 from agentrl.findings import MORE_SIGNAL, Finding
-from agentrl.training.evaluation import pass_at_k, task_interval
+from agentrl.runs.statistics import pass_at_k, task_interval
 
 WEAK_BELOW = 0.1
 """Of groups with unequal rewards: fewer make a step that learns from a tenth of its rollouts."""

@@ -19,7 +19,8 @@ from agentrl.config.loading import load, load_tasks
 from agentrl.console.output import print_block, print_line, print_sentences
 from agentrl.console.report import facts
 from agentrl.runner.agent_spec import validate_agent
-from agentrl.training.evaluation import pass_at_k, plan_evaluation, task_interval
+from agentrl.runs.statistics import pass_at_k, task_interval
+from agentrl.training.evaluation import plan_evaluation
 from agentrl.training.metrics import count_failures
 from agentrl_tracer.schemas import Reward, Rollout
 from agentrl_trainer.data.rewards import rollout_rewards
