@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.table import Table
 
 from agentrl.console.output import print_line
-from agentrl.sweep.record import SweepRecord, TrialRow
+from agentrl.sweep.record import SweepRecord, TrialRow, short_names
 
 _STYLES = {"complete": "green", "failed": "red", "pruned": "yellow", "running": "cyan"}
 _BESIDE = 8  # lines of the terminal that are not trials
@@ -66,7 +66,7 @@ def trials_table(
 ) -> Table:
     """Show trials, a row for each; the best is bold."""
     table = Table(box=None, pad_edge=False, caption=caption, caption_justify="left")
-    names = short_names([one["name"] for one in record.space])
+    names = short_names(record)
     for name in ("trial", "state", "step", *names.values(), record.metric):
         table.add_column(name, no_wrap=True, justify="left" if name == "state" else "right")
     for row in rows:
@@ -75,14 +75,6 @@ def trials_table(
         cells = [str(row.number), state, str(row.step), *values, figure(row)]
         table.add_row(*cells, style="bold" if row == record.best else "")
     return table
-
-
-def short_names(names: Sequence[str]) -> dict[str, str]:
-    """Return the last part of each dotted name, the whole name where two would be the same."""
-    last = [name.rpartition(".")[2] for name in names]
-    return {
-        name: end if last.count(end) == 1 else name for name, end in zip(names, last, strict=True)
-    }
 
 
 def shown_value(value: Any) -> str:

@@ -98,7 +98,8 @@ class Sweep:
         cores = self.config.model.cores or available_cores() // self.config.sweep.parallel
         trial = RunningTrial(
             asked, params, self._runs(asked.number), config,
-            ["--model.cores", str(max(1, cores))], self.config.run.seed,
+            ["--model.cores", str(max(1, cores)), "--run.group", self.config.run.group or self.folder.name],
+            self.config.run.seed,
         )  # fmt: skip
         self.active.append(trial)
         self.display.trial(what, self._row(trial))

@@ -49,6 +49,8 @@ class SweepRecord:
     best_command: str = ""
     state: str = ""
     """running, finished or interrupted; of the folder, not of the file."""
+    version: str = ""
+    """What differs once there is something new."""
 
     @property
     def complete(self) -> list[TrialRow]:
@@ -63,6 +65,14 @@ class SweepRecord:
         sign = -1 if self.direction == "maximize" else 1
         known = sorted(self.complete, key=lambda one: (sign * (one.value or 0.0), one.number))
         return known + [one for one in self.trials if one not in known]
+
+
+def short_names(record: SweepRecord) -> dict[str, str]:
+    """Return the last part of each setting's name; the whole name where two would be the same."""
+    names = [one["name"] for one in record.space]
+    last = [name.rpartition(".")[2] for name in names]
+    found = zip(names, last, strict=True)
+    return {name: end if last.count(end) == 1 else name for name, end in found}
 
 
 def write_record(folder: RunFolder, record: SweepRecord) -> None:
@@ -85,6 +95,7 @@ def read_record(root: Path, name: str) -> SweepRecord:
         raise ConfigError(f"sweep: {folder.root / _FILE} is damaged: {error}") from error
     ended = sum(one.state != "running" for one in record.trials) >= record.total
     record.state = "finished" if ended else "running" if folder.is_in_use() else "interrupted"
+    record.version = f"{(folder.root / _FILE).stat().st_mtime_ns}-{record.state}"
     return record
 
 

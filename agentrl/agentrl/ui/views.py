@@ -64,8 +64,11 @@ _templates.globals |= {"version": __version__}
 def page(request: Request, template: str, /, status: int = 200, **values: Any) -> HTMLResponse:
     """Render a template; ``here`` is the path and query of the page."""
     here = request.url.path + (f"?{request.url.query}" if request.url.query else "")
-    text = _templates.get_template(template).render(request=request, here=here, **values)
-    return HTMLResponse(text, status)
+    return HTMLResponse(render(template, request=request, here=here, **values), status)
+
+
+def render(template: str, /, **values: Any) -> str:
+    return _templates.get_template(template).render(**values)
 
 
 def sources(request: Request) -> Sources:
