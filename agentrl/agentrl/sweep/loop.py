@@ -95,12 +95,12 @@ class Sweep:
         settings = with_values(shared_settings(self.config), params)
         config = self.folder.root / "trials" / f"{asked.number:03d}.toml"
         write_toml(self.folder, config, settings)
-        cores = self.config.model.cores or available_cores() // self.config.sweep.parallel
-        trial = RunningTrial(
-            asked, params, self._runs(asked.number), config,
-            ["--model.cores", str(max(1, cores)), "--run.group", self.config.run.group or self.folder.name],
-            self.config.run.seed,
-        )  # fmt: skip
+        share = available_cores() // self.config.sweep.parallel
+        cores = self.config.model.cores or max(1, share)
+        group = self.config.run.group or self.folder.name
+        flags = ["--model.cores", str(cores), "--run.group", group]
+        runs, seed = self._runs(asked.number), self.config.run.seed
+        trial = RunningTrial(asked, params, runs, config, flags, seed)
         self.active.append(trial)
         self.display.trial(what, self._row(trial))
 
