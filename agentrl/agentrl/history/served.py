@@ -13,6 +13,8 @@ from agentrl_tracer.schemas import Call, CallState
 from agentrl_tracer.store import Store
 
 _STEP = 200
+_MOST_SAID = 100_000
+"""Characters of a request and of an answer that can be searched."""
 _COMMIT_S = 5.0  # within which a call is in the store after its start
 _LONGEST_CALL_S = 900.0  # an open call that is older will hardly be answered
 
@@ -35,12 +37,13 @@ CREATE VIRTUAL TABLE said USING fts5(text, content='');
             age = now - call.started_at
             if age < (_LONGEST_CALL_S if call.state is CallState.OPEN else _COMMIT_S):
                 break  # those after it would hide it
-            taken.append(call)
+            has_bodies = call.request is not None and call.response is not None
+            taken.append(call if has_bodies else store.call(call.id) or call)
         with self.write() as db:
             for call in taken:
                 at = db.execute("INSERT INTO call VALUES (?, ?)", (call.started_at, call.id))
-                whole = store.call(call.id) or call  # a large body was left out
-                text = f"{new_messages_text(whole.request)}\n{answer_text(whole.response)}"
+                asked, answer = new_messages_text(call.request), answer_text(call.response)
+                text = f"{asked[:_MOST_SAID]}\n{answer[:_MOST_SAID]}"
                 db.execute("INSERT INTO said(rowid, text) VALUES (?, ?)", (at.lastrowid, text))
         return bool(taken)
 
