@@ -1,0 +1,51 @@
+"""Some rollouts of an evaluation and of the step before it, as a table for trackers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from agentrl.runs.excerpts import answer_text, new_messages_text
+from agentrl.runs.folder import RunFolder
+from agentrl.training.trackers import Samples
+from agentrl_tracer.schemas import Call, Purpose, Rollout, RolloutState
+from agentrl_tracer.store import Store
+from agentrl_trainer.data.rewards import by_rollout, rollout_rewards
+
+_MOST = 16  # rollouts of each purpose
+_LONGEST = 4000  # characters of a conversation
+
+
+def samples_of(folder: RunFolder, store: Store, run_id: str, step: int) -> Samples:
+    """Return the first rollouts that were evaluated after ``step``, and the first of the step.
+
+    Columns: id, purpose, place of the task in its split, reward, advantage (the mean over the
+    rollout's trained tokens), and the conversation as text.
+    """
+    chosen: list[Rollout] = []
+    for purpose in (Purpose.EVAL, Purpose.TRAIN):
+        made = store.rollouts(run_id, step=step, purpose=purpose)
+        chosen += [one for one in made if one.state is not RolloutState.CANCELLED][:_MOST]
+    ids = [rollout.id for rollout in chosen]
+    calls = by_rollout(store.calls(rollout_ids=ids))
+    rewards = rollout_rewards(chosen, store.rewards(ids))
+    return [
+        {
+            "rollout": rollout.id,
+            "purpose": rollout.purpose,
+            "task": rollout.task_id.rpartition("-")[2],
+            "reward": rewards[rollout.id],
+            "messages": _conversation(rollout, calls[rollout.id]),
+        }
+        for rollout in chosen
+    ]
+
+
+def _conversation(rollout: Rollout, calls: Sequence[Call]) -> str:
+    """Return what the winning attempt was told and answered; where none won, why."""
+    said = [
+        f"prompt: {new_messages_text(call.request)}\nanswer: {answer_text(call.response)}"
+        for call in calls
+        if call.attempt_id == rollout.winner
+    ]
+    text = "\n".join(said) if rollout.winner else rollout.reason or rollout.state
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
