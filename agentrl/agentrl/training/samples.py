@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from agentrl.runs.excerpts import answer_text, new_messages_text
+from agentrl.history.conversation import Message, answered, asked, shown_before
 from agentrl.runs.folder import RunFolder
 from agentrl.training.trackers import Samples
 from agentrl_tracer.schemas import Call, Purpose, Rollout, RolloutState
@@ -34,6 +34,7 @@ def samples_of(folder: RunFolder, store: Store, run_id: str, step: int) -> Sampl
             "purpose": rollout.purpose,
             "task": rollout.task_id.rpartition("-")[2],
             "reward": rewards[rollout.id],
+            "advantage": None,
             "messages": _conversation(rollout, calls[rollout.id]),
         }
         for rollout in chosen
@@ -41,11 +42,21 @@ def samples_of(folder: RunFolder, store: Store, run_id: str, step: int) -> Sampl
 
 
 def _conversation(rollout: Rollout, calls: Sequence[Call]) -> str:
-    """Return what the winning attempt was told and answered; where none won, why."""
-    said = [
-        f"prompt: {new_messages_text(call.request)}\nanswer: {answer_text(call.response)}"
-        for call in calls
-        if call.attempt_id == rollout.winner
-    ]
-    text = "\n".join(said) if rollout.winner else rollout.reason or rollout.state
+    """Return the messages of the winning attempt; where none won, why."""
+    if not rollout.winner:
+        return rollout.reason or rollout.state
+    told: list[list[Message]] = []
+    lines: list[str] = []
+    for call in calls:
+        if call.attempt_id == rollout.winner and sum(map(len, lines)) < _LONGEST:
+            answer = answered(call)
+            messages = [*asked(call.request), *([answer] if answer else [])]
+            lines += map(_line, messages[shown_before(messages, told) :])
+            told.append(messages)
+    text = "\n".join(lines)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+
+
+def _line(message: Message) -> str:
+    tools = [f"→ {tool.name}({tool.arguments})" for tool in message.tools]
+    return f"{message.role}: {' '.join(filter(None, [message.text, *tools]))}"
