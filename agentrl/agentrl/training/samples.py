@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import fmean
 
 from agentrl.history.conversation import Message, answered, asked, shown_before
 from agentrl.runs.folder import RunFolder
+from agentrl.runs.token_records import read_call
 from agentrl.training.trackers import Samples
 from agentrl_tracer.schemas import Call, Purpose, Rollout, RolloutState
 from agentrl_tracer.store import Store
@@ -34,11 +36,19 @@ def samples_of(folder: RunFolder, store: Store, run_id: str, step: int) -> Sampl
             "purpose": rollout.purpose,
             "task": rollout.task_id.rpartition("-")[2],
             "reward": rewards[rollout.id],
-            "advantage": None,
+            "advantage": _advantage(folder, calls[rollout.id]),
             "messages": _conversation(rollout, calls[rollout.id]),
         }
         for rollout in chosen
     ]
+
+
+def _advantage(folder: RunFolder, calls: Sequence[Call]) -> float | None:
+    """Return the mean advantage over the tokens that trained, of the epoch before the update."""
+    trained = [(call.trained_step, call.id) for call in calls if call.trained_step is not None]
+    seen = [read_call(folder, step, name) for step, name in trained]
+    values = [float(one) for tokens in seen if tokens for one in tokens.advantage]
+    return fmean(values) if values else None
 
 
 def _conversation(rollout: Rollout, calls: Sequence[Call]) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 from peer import python_with
 from settings import nested
@@ -145,15 +146,23 @@ def test_tensorboard_shows_rollouts_as_plain_text_and_the_curve_in_the_groups_fo
     assert [one.step for one in events.Images("learning_curve")] == [1]
 
 
-def test_samples_are_few_short_and_say_why_a_rollout_failed(
+def test_samples_are_few_and_short_with_the_advantage_that_trained_or_why_a_rollout_failed(
     folder: RunFolder, store: Store, run_id: str
 ) -> None:
+    [rollout] = store.rollouts(run_id, purpose=Purpose.TRAIN)
+    calls = store.calls(rollout_ids=[rollout.id])
+    store.settle(trained={calls[0].id: 1}, skipped={}, calls=calls)
+    seen = {"calls": np.array([calls[0].id], np.bytes_), "offsets": np.array([0, 2])}
+    seen |= {name: np.array([0.5, 1.0], np.float32) for name in ("trainer", "advantage")}
+    folder.tokens.mkdir()
+    np.savez(folder.tokens / "000001.npz", **seen)
     for _ in range(20):
         record_answer(store, run_id, Purpose.TRAIN, 1, ("Say 9.", "x" * 5000), 0.5)
     enqueue(store, run_id, {"n": 1}, step=2)
     store.end_attempt(claimed(store).attempt_id, AttemptState.TIMEOUT)
     rows = samples_of(folder, store, run_id, 1)
     assert [row["purpose"] for row in rows] == ["eval"] + ["train"] * 16
+    assert [row["advantage"] for row in rows[:3]] == [None, 0.75, None]
     assert {len(str(row["messages"])) for row in rows[2:]} == {4000}
     [failed] = samples_of(folder, store, run_id, 2)
     assert (failed["reward"], failed["messages"]) == (None, "timeout")
