@@ -20,9 +20,10 @@ from rich.text import Text
 
 from agentrl.console.output import print_line, print_sentences
 from agentrl.console.report import facts, sparkline
-from agentrl.history.activity import Activity, Failure, activity_of
+from agentrl.history.activity import Activity, activity_of
+from agentrl.runs.excerpts import excerpt
 from agentrl.runs.metric_names import DIFFERENCE, REWARD
-from agentrl_tracer.schemas import Accounting
+from agentrl_tracer.schemas import Accounting, Attempt, Rollout
 from agentrl_tracer.store import Store, StoreError
 
 _CURVE_WIDTH = 48
@@ -47,7 +48,7 @@ class TrainDisplay:
         self._held_out: list[float] = []
         self._accounting: Accounting | None = None
         self._activity = Activity()
-        self._failures: dict[str, Failure] = {}  # by attempt, the newest last
+        self._failures: dict[str, tuple[Rollout, Attempt]] = {}  # the newest last
         self._ended = threading.Event()
         self._size = console.size
         self._training_since: float | None = None
@@ -83,7 +84,7 @@ class TrainDisplay:
         while not self._ended.wait(_LOOK_S):
             with contextlib.suppress(StoreError):  # the run itself says that the store is away
                 seen = activity_of(store, run_id, self._step, _FAILURES)
-                self._failures |= {one.attempt: one for one in reversed(seen.failures)}
+                self._failures |= {one[1].id: one for one in reversed(seen.failures)}
                 if not self._ended.is_set():
                     self._activity = seen
         store.close()
@@ -180,8 +181,9 @@ class TrainDisplay:
         table.add_column(style="dim", no_wrap=True)
         table.add_column(no_wrap=True)
         table.add_column(no_wrap=True, ratio=1)
-        for one in list(self._failures.values())[: -_FAILURES - 1 : -1]:
-            table.add_row(f"failed, step {one.step}", one.rollout, Text(one.error, "red"))
+        for rollout, attempt in list(self._failures.values())[: -_FAILURES - 1 : -1]:
+            error = excerpt((attempt.error or "").strip().rpartition("\n")[2]) or attempt.state
+            table.add_row(f"failed, step {rollout.step}", rollout.id, Text(error, "red"))
         return table
 
     def _figures(self) -> Iterator[tuple[str, Text | str]]:

@@ -1,7 +1,7 @@
 """Experiment trackers behind one interface: TensorBoard, W&B, trackio, MLflow.
 
-Each is an optional package, imported when it is opened. ``MetricsLog`` decides what a tracker is
-told, and gives one up that fails.
+Each is an optional package, imported when it is opened. ``log`` takes the numbers of a step or an
+evaluation and a table of rollouts, ``picture`` the learning curve as it is at a step.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from agentrl.config.commands import TrainConfig
 from agentrl.config.setting_names import flattened
@@ -28,6 +28,7 @@ _MAY_HOLD_SECRETS: dict[str, Any] = {
     "gateway": {"forward_otlp"},
 }
 """Settings with URLs or parameters that may hold passwords: no tracker gets them."""
+_TABLES = "mlflow.loggedArtifacts"  # the tag by which MLflow finds tables
 _BATCH = 100  # parameters of one request to MLflow
 _LONGEST = 6000  # characters of a parameter
 
@@ -36,24 +37,8 @@ Samples = Sequence[Mapping[str, Cell]]
 """Rows of a table; all have the same columns."""
 
 
-class Tracker(Protocol):
-    def log(self, values: Mapping[str, float], step: int, samples: Samples = ()) -> None:
-        """Log the numbers of a step or an evaluation, and rollouts of it."""
-        ...
-
-    def picture(self, path: Path, step: int) -> None:
-        """Log the learning curve as it is at ``step``, a PNG."""
-        ...
-
-    def finish(self) -> None: ...
-
-
 def open_tracker(name: str, folder: RunFolder, config: TrainConfig, step: int | None) -> Tracker:
-    """Open a tracker.
-
-    Args:
-        step: the one that a resumed run continues after.
-    """
+    """Open a tracker; ``step`` is the one that a resumed run continues after."""
     group, run_id = config.run.group, folder.run_id.read_text().strip()
     if name == "tensorboard":
         return _TensorBoard(folder.root / "tensorboard" / (group or ""), step)
@@ -87,7 +72,7 @@ class _WandB:
         self._module, self._run = module, run
         self.finish = run.finish
 
-    def log(self, values: Mapping[str, float], step: int, samples: Samples = ()) -> None:
+    def log(self, values: Mapping[str, float], step: int, samples: Samples) -> None:
         told: dict[str, Any] = dict(values)
         if samples:
             rows = [list(row.values()) for row in samples]
@@ -106,7 +91,7 @@ class _TensorBoard:
         self._writer: Any = SummaryWriter(str(folder), purge_step=step)
         self.finish = self._writer.close
 
-    def log(self, values: Mapping[str, float], step: int, samples: Samples = ()) -> None:
+    def log(self, values: Mapping[str, float], step: int, samples: Samples) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
         if samples:
@@ -140,7 +125,7 @@ class _MLflow:
         for at in range(0, len(given), _BATCH):
             self._client.log_batch(self._id, params=given[at : at + _BATCH])
 
-    def log(self, values: Mapping[str, float], step: int, samples: Samples = ()) -> None:
+    def log(self, values: Mapping[str, float], step: int, samples: Samples) -> None:
         now = int(time.time() * 1000)
         told = [self._metric(name, value, now, step) for name, value in values.items()]
         self._client.log_batch(self._id, metrics=told)
@@ -159,9 +144,6 @@ class _MLflow:
         self._client.set_terminated(self._id)
 
 
-_TABLES = "mlflow.loggedArtifacts"
-
-
 def _markdown(samples: Samples) -> str:
     """Return a table whose cells are plain text, whatever an agent has written into them."""
     lines = [list(samples[0]), ["---"] * len(samples[0])]
@@ -176,3 +158,6 @@ def _cell(value: Cell) -> str:
     # TensorBoard writes what is left of Markdown as links, pictures and headings.
     marked = "".join(f"&#{ord(one)};" if one in "\\`*_{}[]()#+!|~:" else one for one in text)
     return "<br>".join(marked.splitlines())
+
+
+Tracker = _TensorBoard | _WandB | _MLflow
