@@ -130,7 +130,9 @@ class TrainDisplay:
 
     def note(self, message: str) -> None:
         """Show something that went wrong and was dealt with, above the panel."""
-        print_sentences(f"note: {message}", "yellow", self._console)
+        # It may quote an agent's error, whose control characters the terminal would obey.
+        plain = "".join(one if one.isprintable() or one == "\n" else "\ufffd" for one in message)
+        print_sentences(f"note: {plain}", "yellow", self._console)
 
     def _print(self, line: str) -> None:
         if not self._console.is_interactive:
@@ -196,7 +198,7 @@ class TrainDisplay:
             yield name, Text.assemble((value, f"bold {color}"), (f"  {drawn}", color))
         if row := self._row:
             yield "sampled", f"{row['tokens_per_second']:,.0f} tokens/s"
-            yield "sampler vs trainer", f"largest log-prob difference {row[DIFFERENCE]:.1e}"
+            yield "sampler, trainer", f"largest log-prob difference {row[DIFFERENCE]:.1e}"
         if beside := self._asynchronous():
             yield "rollouts", "  ".join(beside)
         if since := self._activity.longest_since:

@@ -20,18 +20,19 @@ ROW = {
 }  # fmt: skip
 
 
-def frame(console: Console, store: Store, run_id: str) -> list[str]:
-    """Show a run of three steps for a while; return the lines of the last frame meanwhile."""
+def frame(console: Console, store: Store, run_id: str) -> tuple[str, list[str]]:
+    """Show a run for a while; return all that was printed, and the lines of the last frame."""
     with TrainDisplay(console, "agentrl · hello", since=time.perf_counter()) as display:
         display.begin(10, 0)
         display.watch(store, run_id)
+        display.note("the agent said \x1b[2J")
         display.phase("rollouts", 5, 64, ahead=lambda: (1, 9))
         skipped = {str(reason): 1000 + at for at, reason in enumerate(SkipReason)}
         calls = 5000 + sum(skipped.values())
         display.step(ROW, Accounting(calls, calls, 5000, skipped, 0))
         time.sleep(2.5)
         shown = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
-    return shown[shown.rindex("╭") :].splitlines()
+    return shown, shown[shown.rindex("╭") :].splitlines()
 
 
 @pytest.fixture
@@ -57,11 +58,11 @@ def test_the_panel_shows_agents_failures_and_the_books_within_the_terminal(
     console = Console(
         file=io.StringIO(), force_terminal=True, width=width, height=height, legacy_windows=False
     )
-    lines = frame(console, store, run_id)
+    shown, lines = frame(console, store, run_id)
     assert len(lines) <= height
+    assert "\x1b[2J" not in shown
+    assert "\x1b[3" not in shown  # no color
     text = "\n".join(lines)
-    assert "\x1b[2J" not in text
-    assert "\x1b[3" not in text  # no color
     if width < 80:
         return
     assert "2 running" in text
