@@ -56,7 +56,7 @@ class OpenRun:
         return f"/runs/{quote(self.name, safe='')}"
 
     def current(self) -> Json:
-        """Return the run's row as it is now, with its ``state`` as ``state_of`` knows it."""
+        """Return the run's row as it is now: ``state`` by ``state_of``, ``name`` of its folder."""
         [row] = [row for row in self.store.runs() if row["id"] == self.id]
         return row | {"name": self.name, "state": state_of(self.folder, row)}
 

@@ -15,6 +15,7 @@ from starlette.staticfiles import StaticFiles
 
 from agentrl.config.errors import ConfigError
 from agentrl.config.secrets import MissingSecretError
+from agentrl.history.run_list import RunList
 from agentrl.history.sources import Sources
 from agentrl.ui.access import TokenGate
 from agentrl.ui.pages import PAGES
@@ -28,6 +29,7 @@ def create_app(root: Path, stores: Sequence[str] = ()) -> FastAPI:
     """Make the app over the runs below ``root``, and those in PostgreSQL ``stores``."""
     app = FastAPI(openapi_url=None, lifespan=_lifespan)
     app.state.sources, app.state.watcher = Sources(root, stores), Watcher()
+    app.state.run_list = RunList(app.state.sources)
     for router in PAGES:
         app.include_router(router)
     app.mount("/static", StaticFiles(directory=STATIC))
