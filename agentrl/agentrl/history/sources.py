@@ -35,10 +35,11 @@ _MOST_OPEN = 16
 class OpenRun:
     """A run, its store, and its index. ``row`` is the run's row as of the opening.
 
-    A run of a PostgreSQL store that has no folder here is named ``NAME~ID``.
+    A run of a PostgreSQL store whose folder is elsewhere is named ``NAME~ID``. ``folder`` is then
+    one in the cache, with its configuration and no more; it does not ``exists()`` as a run's.
     """
 
-    folder: RunFolder | None
+    folder: RunFolder
     store: Store
     row: Json
     index: RolloutIndex
@@ -49,7 +50,7 @@ class OpenRun:
 
     @property
     def name(self) -> str:
-        return self.folder.name if self.folder else f"{self.row['name']}~{self.id}"
+        return self.folder.name
 
     @property
     def path(self) -> str:
@@ -57,12 +58,12 @@ class OpenRun:
 
     def current(self) -> Json:
         """Return the run's row as it is now: ``state`` by ``state_of``, ``name`` of its folder."""
-        [row] = [row for row in self.store.runs() if row["id"] == self.id]
+        row = self.store.run(self.id) or self.row
         return row | {"name": self.name, "state": state_of(self.folder, row)}
 
     def close(self) -> None:
         self.index.close()
-        if self.folder is not None:  # else other runs share it
+        if self.folder.exists():  # else other runs share it
             self.store.close()
 
 
@@ -116,6 +117,21 @@ class Sources:
                         found.append(name)
         return found
 
+    def in_stores(self) -> tuple[dict[str, Json], list[str]]:
+        """Return the rows of the runs whose folder is elsewhere by name, and the stores' faults."""
+        here = {RunFolder(self.root / name).run_id.read_text().strip() for name in self.names()}
+        found: dict[str, Json] = {}
+        faults: list[str] = []
+        for store_name in self._urls:
+            try:
+                rows = self._store(store_name).runs()
+                found |= {
+                    f"{row['name']}~{row['id']}": row for row in rows if row["id"] not in here
+                }
+            except (StoreError, MissingSecretError) as error:
+                faults.append(f"{store_name}: {error}")
+        return found, faults
+
     def open(self, name: str) -> OpenRun:
         """Open a run by the name of its folder, or as ``NAME~ID``.
 
@@ -128,31 +144,21 @@ class Sources:
             if known := self._known(self._open, name):
                 return known
             _check_name(name, "run")
-            if found := self._in_stores(name):
-                return found
-            folder = RunFolder.existing(self.root / name, "run")
-            store, row = open_store(folder, _PATIENCE_S, read_only=True)
+            found = self._find(name) if "~" in name else None
+            folder = found[0] if found else RunFolder.existing(self.root / name, "run")
+            store, row = found[1:] if found else open_store(folder, _PATIENCE_S, read_only=True)
             index = RolloutIndex(folder.root / "view.db")
             return self._keep(self._open, name, OpenRun(folder, store, row, index))
 
     def all(self) -> tuple[list[OpenRun], list[str]]:
         """Return every run, newest first, and a sentence for each that cannot be opened."""
         runs: list[OpenRun] = []
-        faults: list[str] = []
-        for name in self.names():
+        elsewhere, faults = self.in_stores()
+        for name in [*self.names(), *elsewhere]:
             try:
                 runs.append(self.open(name))
             except (StoreError, ConfigError, MissingSecretError, OSError) as error:
                 faults.append(f"{name}: {error}")
-        here = {run.id for run in runs}
-        for store_name in self._urls:
-            try:
-                rows = self._store(store_name).runs()
-            except (StoreError, MissingSecretError) as error:
-                faults.append(f"{store_name}: {error}")
-                continue
-            with self._lock:
-                runs += [self._of_store(store_name, row) for row in rows if row["id"] not in here]
         return sorted(runs, key=lambda run: -run.row["created_at"]), faults
 
     def served_names(self) -> list[str]:
@@ -200,18 +206,16 @@ class Sources:
                 self._shared[name] = _open_read_only(store_url(self._urls[name]))
             return self._shared[name]
 
-    def _in_stores(self, name: str) -> OpenRun | None:
-        for store_name in self._urls if "~" in name else ():
-            for row in self._store(store_name).runs():
-                if name == f"{row['name']}~{row['id']}":
-                    return self._of_store(store_name, row)
+    def _find(self, name: str) -> tuple[RunFolder, Store, Json] | None:
+        """Find a run whose folder is elsewhere; its configuration comes from its store."""
+        for store_name, url in self._urls.items():
+            store = self._store(store_name)
+            if row := store.run(name.rpartition("~")[2]):
+                folder = RunFolder(cache_folder(without_password(url)) / name)
+                folder.root.mkdir(mode=0o700, exist_ok=True)
+                folder.write_json(folder.config, row["config"])
+                return folder, store, row
         return None
-
-    def _of_store(self, store_name: str, row: Json) -> OpenRun:
-        place = cache_folder(without_password(self._urls[store_name]))
-        index = RolloutIndex(place / f"{row['id']}.db")
-        new = OpenRun(None, self._store(store_name), row, index)
-        return self._known(self._open, new.name) or self._keep(self._open, new.name, new)
 
 
 def cache_folder(shown: str) -> Path:

@@ -65,15 +65,11 @@ def open_store(
     )
 
 
-def state_of(folder: RunFolder | None, run: Json) -> str:
-    """Return a run's state: interrupted, too, if its process is gone and could not say so.
-
-    Args:
-        folder: None where it is on another machine; then heartbeats tell.
-    """
+def state_of(folder: RunFolder, run: Json) -> str:
+    """Return a run's state: interrupted, too, if its process is gone and could not say so."""
     if run["state"] != "running":
         return run["state"]
-    in_use, heard = folder.is_in_use() if folder else None, run["heartbeat_at"]
+    in_use, heard = folder.is_in_use(), run["heartbeat_at"]
     silent = in_use is None and heard is not None and time.time() - heard > _SILENT_S
     return "interrupted" if in_use is False or silent else "running"
 

@@ -182,7 +182,7 @@ def _chats(run: OpenRun, calls: Sequence[Call]) -> list[tuple[Call, Chat | None]
 
 def _log_path(run: OpenRun, attempt: Attempt) -> Path | None:
     """Return where the run's folder has the log: it may have been moved since."""
-    path = run.folder.logs / Path(attempt.log).name if run.folder and attempt.log else None
+    path = run.folder.logs / Path(attempt.log).name if attempt.log else None
     return path if path and path.is_file() else None
 
 
