@@ -35,7 +35,8 @@ from agentrl_trainer.names import check_name
 
 Policy = Literal["retry", "drop"] | Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)]
 Readers = Literal["owner", "group", "everyone"]
-Tracker = Literal["tensorboard", "wandb", "trackio"]
+Tracker = Literal["tensorboard", "wandb", "trackio", "mlflow"]
+Trackers = Annotated[list[Tracker], BeforeValidator(from_names)]
 
 
 class AgentSettings(Table):
@@ -341,10 +342,10 @@ class TrainRunSettings(RunFolderSettings):
     store: Store | None = None
     """Store: a path or PostgreSQL URL; by default a file in the run folder. os.environ/NAME stands
     for a password in the environment: postgresql://me:os.environ/NAME@host/agentrl."""
-    trackers: Annotated[list[Tracker], BeforeValidator(from_names)] = Field(
-        default_factory=list[Tracker]
-    )
-    """Experiment trackers that also get the metrics; packages of their own."""
+    trackers: Trackers = Field(default_factory=list[Tracker])
+    """Experiment trackers that also get the metrics and samples; packages of their own."""
+    group: Annotated[str, AfterValidator(check_name)] | None = None
+    """Name of the group of runs that this one belongs to, such as a sweep; trackers show it."""
     adapter_readers: Readers = "owner"
     """Who may read the adapters: another user's vLLM server needs group or everyone. The group is
     that of the folder that holds the run."""

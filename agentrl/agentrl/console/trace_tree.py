@@ -1,15 +1,12 @@
 """A rollout for the terminal: a tree of attempts, spans, calls and rewards; errors and outputs.
 
-Everything that was recorded has a place: a call whose span never arrived hangs under its attempt,
-as does a span whose parent is unknown. Errors and outputs are below the tree: their lines, which
-may be a traceback's, are not wrapped.
+``agentrl.history.trace`` builds the tree. Errors and outputs are below it: their lines, which may
+be a traceback's, are not wrapped.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from operator import itemgetter
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Group
@@ -17,27 +14,28 @@ from rich.text import Text
 from rich.tree import Tree
 
 from agentrl.console.output import whole
-from agentrl.runs.excerpts import answer_excerpt, excerpt, prompt_excerpt, text_of
-from agentrl_tracer.conventions import NOTE_DATA, NOTE_NAME, NOTE_SPAN, OUTPUT, REWARD_SPAN
+from agentrl.history.trace import (
+    AttemptTrace,
+    Node,
+    Record,
+    attempt_traces,
+    attributes_of,
+    exceptions_of,
+    note_of,
+    verdict_of,
+)
+from agentrl.runs.excerpts import answer_excerpt, excerpt, prompt_excerpt
 from agentrl_tracer.schemas import Attempt, AttemptState, Call, CallState, Reward, Rollout, Span
 from agentrl_tracer.store import Store
 
 _LOG_LINES = 20
 _STATE_STYLE = {"succeeded": "green", "running": "cyan", "queued": "cyan"}
-_SHOWN_ATTRIBUTES = (
-    "gen_ai.agent.name",
-    "gen_ai.tool.name",
-    "gen_ai.tool.call.arguments",
-    "gen_ai.tool.call.result",
-    OUTPUT,
-)
 
 
 def rollout_trace(store: Store, rollout: Rollout) -> Group:
     """Return everything that is recorded of one rollout, for ``print_block``."""
-    attempts, spans = store.attempts([rollout.id]), store.spans(rollout.id)
-    calls, rewards = store.calls(rollout_ids=[rollout.id]), store.rewards([rollout.id])
-    told = any(attempt.error for attempt in attempts)
+    traces = attempt_traces(store, rollout)
+    told = any(trace.attempt.error for trace in traces)
     head = _line(
         ("rollout ", "bold"),
         (rollout.id, ""),
@@ -45,13 +43,10 @@ def rollout_trace(store: Store, rollout: Rollout) -> Group:
         (f"  {excerpt(rollout.reason)}", "red") if rollout.reason and not told else None,
     )
     tree = Tree(head, guide_style="dim")
-    for attempt in attempts:
-        made = [span for span in spans if span.attempt_id == attempt.id]
-        mine = [call for call in calls if call.attempt_id == attempt.id]
-        earned = [reward for reward in rewards if reward.attempt_id == attempt.id]
-        branch = tree.add(_attempt_line(attempt, mine, earned, won=attempt.id == rollout.winner))
-        _add_records(branch, made, mine, earned)
-    return Group(tree, *(line for attempt in attempts for line in _output(attempt)))
+    for trace in traces:
+        won = trace.attempt.id == rollout.winner
+        _draw(tree.add(_attempt_line(trace, won=won)), trace.tree)
+    return Group(tree, *(line for trace in traces for line in _output(trace.attempt)))
 
 
 def _line(*parts: tuple[str, str] | None) -> Text:
@@ -63,12 +58,9 @@ def _seconds(start: float, end: float | None) -> tuple[str, str] | None:
     return None if end is None else (f"  {end - start:.{2 if end - start < 10 else 0}f} s", "dim")
 
 
-def _attempt_line(
-    attempt: Attempt, calls: Sequence[Call], rewards: Sequence[Reward], *, won: bool
-) -> Text:
-    counts = [(call.choice, *(call.tokens or (0, 0))) for call in calls]
-    read = sum(prompt for choice, prompt, _ in counts if choice == 0)
-    sampled = sum(response for _, _, response in counts)
+def _attempt_line(trace: AttemptTrace, *, won: bool) -> Text:
+    attempt, calls, rewards = trace.attempt, trace.calls, trace.rewards
+    read, sampled = trace.tokens
     earned = None
     if rewards:
         earned = f"  reward {sum(r.value for r in rewards):+g}", "green" if won else "dim"
@@ -83,56 +75,38 @@ def _attempt_line(
     )
 
 
-def _add_records(
-    branch: Tree, spans: Sequence[Span], calls: Sequence[Call], rewards: Sequence[Reward]
-) -> None:
-    """Add an attempt's spans, with each call and reward below the span that made it."""
-    # A reward's own span says nothing that the reward does not.
-    shown = [span for span in spans if span.name != REWARD_SPAN]
-    known = {span.span_id for span in shown}
-    by_response = {span.attributes.get("gen_ai.response.id"): span.span_id for span in shown}
-    root = next((span.span_id for span in shown if span.parent_span_id is None), None)
-    children: dict[str | None, list[tuple[float, str | None, list[Text]]]] = defaultdict(list)
-    for span in shown:
-        parent = span.parent_span_id if span.parent_span_id in known else None
-        children[parent].append((span.start_ns / 1e9, span.span_id, [_span_line(span)]))
-    for call in calls:
-        # The client's id first: a framework's span may have several calls below it.
-        parent = by_response.get(call.response_id, call.span_id)
-        children[parent if parent in known else root].append(
-            (call.started_at, None, _call_lines(call))
-        )
-    for reward in rewards:
-        parent = reward.span_id if reward.span_id in known else root
-        children[parent].append((reward.created_at, None, [_reward_line(reward)]))
+def _draw(under: Tree, node: Node) -> None:
+    for child in node.children:
+        head, *lines = _lines(child.record)
+        below = under.add(head)
+        for line in lines:
+            below.add(line)
+        _draw(below, child)
 
-    def add_children(under: Tree, parent: str | None) -> None:
-        for _, span_id, (head, *lines) in sorted(children[parent], key=itemgetter(0)):
-            below = under.add(head)
-            for line in lines:
-                below.add(line)
-            if span_id is not None:
-                add_children(below, span_id)
 
-    add_children(branch, None)
+def _lines(record: Record) -> list[Text]:
+    match record:
+        case Span():
+            return [_span_line(record)]
+        case Call():
+            return _call_lines(record)
+        case Reward():
+            return [_reward_line(record)]
+        case Attempt():
+            raise TypeError("an attempt is a root")
 
 
 def _span_line(span: Span) -> Text:
-    if span.name == NOTE_SPAN:
-        name, data = (text_of(span.attributes.get(key, "")) for key in (NOTE_NAME, NOTE_DATA))
-        return _line(("note ", "bold cyan"), (name, "cyan"), (f"  {excerpt(data)}", ""))
+    if note := note_of(span):
+        return _line(("note ", "bold cyan"), (note[0], "cyan"), (f"  {note[1]}", ""))
     line = _line((span.name, "cyan"), _seconds(span.start_ns / 1e9, span.end_ns / 1e9))
-    for name in _SHOWN_ATTRIBUTES:
-        if name in span.attributes:
-            line.append(f"  {name.removeprefix('gen_ai.').removeprefix('agentrl.')}=", "dim")
-            line.append(excerpt(text_of(span.attributes[name])))
+    for name, value in attributes_of(span):
+        line.append(f"  {name}=", "dim")
+        line.append(value)
     if span.status == "error":
         line.append("  error", "bold red")
-    for event in span.events:
-        if event.get("name") == "exception":
-            told = event.get("attributes", {})
-            what = f"{told.get('exception.type', '')}: {told.get('exception.message', '')}"
-            line.append(f"  {excerpt(what)}", "red")
+    for what in exceptions_of(span):
+        line.append(f"  {what}", "red")
     return line
 
 
@@ -141,11 +115,7 @@ def _tokens(call: Call) -> str:
 
 
 def _call_lines(call: Call) -> list[Text]:
-    verdict = None
-    if call.trained_step is not None:
-        verdict = f"  trained in step {call.trained_step}", "green"
-    elif call.skip_reason is not None:
-        verdict = f"  skipped: {call.skip_reason}", "yellow"
+    verdict = verdict_of(call)
     head = _line(
         ("call ", "bold magenta"),
         (call.model, "magenta"),
@@ -155,7 +125,7 @@ def _call_lines(call: Call) -> list[Text]:
         _seconds(call.started_at, call.ended_at),
         (f"  {call.finish_reason}", "dim") if call.finish_reason else None,
         (f"  {call.state}", "red") if call.state is not CallState.COMPLETED else None,
-        verdict,
+        (f"  {verdict}", "yellow" if call.skip_reason else "green") if verdict else None,
     )
     lines = [head, _line(("asked  ", "dim"), (prompt_excerpt(call.request), ""))]
     if call.response is not None:

@@ -215,6 +215,15 @@ class CallStore(VerdictStore, RewardStore):
         # Sorted here: a database would copy the rows, tokens and all.
         return sorted((_call(row) for row in self.db.fetch_rows(query)), key=_IN_ORDER)
 
+    def last_calls(self, attempt_ids: Collection[str]) -> list[Call]:
+        """Return the call of each attempt that was accepted last, with its other choices."""
+        last = sa.select(t.calls.c.attempt_id, sa.func.max(t.calls.c.seq)).where(
+            self.db.among(t.calls.c.attempt_id, attempt_ids)
+        )
+        place = sa.tuple_(t.calls.c.attempt_id, t.calls.c.seq)
+        query = sa.select(*_CALL_COLUMNS).where(place.in_(last.group_by(t.calls.c.attempt_id)))
+        return sorted((_call(row) for row in self.db.fetch_rows(query)), key=_IN_ORDER)
+
     def spans(self, rollout_id: str) -> list[Span]:
         """Return the rollout's spans in order of their start."""
         query = sa.select(t.spans).where(t.spans.c.rollout_id == rollout_id)

@@ -79,6 +79,12 @@ class RunStore(VerdictStore):
         query = query.where(t.tasks.c.split == split)
         return [row["data"] for row in self.db.fetch(query.order_by(t.tasks.c.index))]
 
+    def task(self, run_id: str, split: str, index: int) -> Json | None:
+        """Return one task of a split; None if there is no such task."""
+        own = t.tasks.c.run_id == run_id, t.tasks.c.split == split, t.tasks.c.index == index
+        rows = self.db.fetch(sa.select(t.tasks.c.data).where(*own))
+        return rows[0]["data"] if rows else None
+
     def publish_adapter(self, run_id: str, name: str, version: int, path: str, step: int) -> None:
         """Make a saved adapter version the one that samplers use from now on."""
         row = AdapterVersion(run_id, name, version, path, step, time.time())
