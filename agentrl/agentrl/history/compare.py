@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from agentrl.config.setting_names import flattened
 from agentrl.history.evaluations import (
-    Evaluation,
     Outcome,
+    Outcomes,
     Paired,
     evaluated_tasks,
-    evaluations,
-    outcomes,
     pair,
+    success,
 )
 from agentrl.history.sources import OpenRun
+from agentrl.runs.statistics import Estimate
 
 _OF_THE_PLACE = ("run.name", "run.folder", "gateway.url", "gateway.port")
 """Settings in which all runs differ."""
@@ -26,12 +26,17 @@ _OF_THE_PLACE = ("run.name", "run.folder", "gateway.url", "gateway.port")
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A run's newest evaluation, and how it compares with the first run's on the same tasks."""
+    """A run's newest evaluation, and how it compares with the first run's on the same tasks.
+
+    Tasks are the same if their data are.
+    """
 
     run: OpenRun
-    evaluation: Evaluation | None
+    step: int
+    tasks: int
+    success: Estimate
     against_first: Paired | None
-    """None for the first run, without an evaluation, and without a task that both have."""
+    """None for the first run, and without a task that both have."""
 
 
 def differences(runs: Sequence[OpenRun]) -> dict[str, list[Any]]:
@@ -46,26 +51,29 @@ def differences(runs: Sequence[OpenRun]) -> dict[str, list[Any]]:
     }
 
 
-def held_out(runs: Sequence[OpenRun]) -> list[HeldOut]:
-    """Return each run's newest evaluation; tasks are the same if their data are."""
-    found: list[HeldOut] = []
-    first: dict[tuple[str, int], Outcome] = {}
-    for run in runs:
-        known = evaluations(run)
-        by_data = outcomes_by_data(run, known[-1].step) if known else {}
-        found.append(
-            HeldOut(run, known[-1] if known else None, pair(first, by_data) if found else None)
-        )
-        first = by_data if len(found) == 1 else first
-    return found
+def held_out(
+    runs: Sequence[OpenRun], read: Callable[[OpenRun], dict[int, Outcomes]]
+) -> list[HeldOut | None]:
+    """Return the newest evaluation of each run; None without one.
+
+    Args:
+        read: ``indexed_outcomes`` or ``stored_outcomes``.
+    """
+    known = [max(read(run).items(), default=(0, {}), key=lambda one: one[0]) for run in runs]
+    by_data = [_by_data(run, found) for run, (_, found) in zip(runs, known, strict=True)]
+    rows: list[HeldOut | None] = []
+    for run, (step, found), own in zip(runs, known, by_data, strict=True):
+        paired = pair(by_data[0], own) if rows else None
+        rows.append(HeldOut(run, step, len(found), success(found), paired) if found else None)
+    return rows
 
 
-def outcomes_by_data(run: OpenRun, step: int) -> dict[tuple[str, int], Outcome]:
+def _by_data(run: OpenRun, found: Outcomes) -> dict[tuple[str, int], Outcome]:
     """Return outcomes by the task's data as text, and its place among tasks with equal data."""
-    texts = [json.dumps(task, sort_keys=True) for task in evaluated_tasks(run)]
     seen = Counter[str]()
     keys: list[tuple[str, int]] = []
-    for text in texts:
+    for task in evaluated_tasks(run):
+        text = json.dumps(task, sort_keys=True)
         keys.append((text, seen[text]))
         seen[text] += 1
-    return {keys[at]: outcome for at, outcome in outcomes(run, step).items()}
+    return {keys[at]: outcome for at, outcome in found.items()}

@@ -1,7 +1,8 @@
 """The evaluations of a run: success by step, by task and by field of the tasks, and what flipped.
 
-Reads the run's index. A rollout is a success if its reward is at least
-``evaluation.success_reward`` of the run's configuration; one without a reward is none.
+A rollout is a success if its reward is at least ``evaluation.success_reward`` of the run's
+configuration; one without a reward is none. Pages read the run's index, which may still be filled;
+commands read the store.
 """
 
 from __future__ import annotations
@@ -11,52 +12,26 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, TypeVar
+from statistics import fmean
+from typing import Any, NamedTuple, TypeVar
 
-from agentrl.config.setting_names import recorded
+from agentrl.config.setting_names import flattened, recorded
 from agentrl.history.sources import OpenRun
-from agentrl.runs.statistics import Estimate, interval_of_sums, paired_p_value, pass_estimates
-from agentrl_tracer.schemas import Json
+from agentrl.runs.statistics import Estimate, paired_p_value, pass_estimates, task_interval
+from agentrl_tracer.schemas import Json, Purpose, RolloutState
+from agentrl_trainer.data.rewards import rollout_rewards
 
-_MOST_VALUES = 20
-"""Different values of a field that are shown one by one; numbers beyond are shown in quarters."""
 NO_VALUE = "none"
-_COUNTED = "purpose = 'eval' AND status != 'cancelled'"
-_BY_TASK = f"""
-SELECT task, coalesce(sum(reward >= ?), 0) AS successes, sum(final) AS samples, min(id) AS rollout
-FROM rollout WHERE {_COUNTED} AND step = ? GROUP BY task HAVING sum(final) > 0
+_MOST_VALUES = 20
+"""Different values of a field that are shown one by one; more numbers are shown in quarters."""
+_OUTCOMES = """
+SELECT step, task, coalesce(sum(reward >= ?), 0) AS successes, count(*) AS samples, min(id)
+FROM rollout WHERE purpose = 'eval' AND final = 1 AND status != 'cancelled'
+GROUP BY step, task ORDER BY step, task
 """
-_BY_STEP = f"""
-SELECT step, count(*) AS tasks, min(samples) AS samples, sum(open) AS open, sum(share) AS total,
-       sum(share * share) AS squares, sum(earned) AS earned, sum(rewarded) AS rewarded
-FROM (
-  SELECT step, sum(final) AS samples, sum(final = 0) AS open,
-         coalesce(sum(reward >= ?), 0) / max(sum(final), 1.0) AS share,
-         sum(reward) AS earned, count(reward) AS rewarded
-  FROM rollout WHERE {_COUNTED} GROUP BY step, task
-) GROUP BY step ORDER BY step
-"""
-Key = TypeVar("Key", bound=Hashable)
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """One evaluation in sum."""
-
-    step: int
-    tasks: int
-    samples: int
-    """Of each task."""
-    success: Estimate
-    """With tasks as the independent units."""
-    reward: float | None
-    """Mean of the rollouts that have one."""
-    under_way: int
-    """Rollouts that have not ended; they are no successes yet."""
-
-
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """How one task went in one evaluation."""
 
     task: int
@@ -76,8 +51,12 @@ class Outcome:
         return 2 * self.successes >= self.samples
 
 
-@dataclass(frozen=True)
-class Flip:
+Outcomes = dict[int, Outcome]
+"""Of one evaluation, by the task's place in its split."""
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Flip(NamedTuple):
     """A task that passed in one of two evaluations only."""
 
     before: Outcome
@@ -92,7 +71,7 @@ class Paired:
     before: Estimate
     after: Estimate
     p_value: float
-    """By ``runs.statistics.paired_p_value``."""
+    """By ``paired_p_value``: an exact sign-flip test; with one sample a task, exact McNemar."""
     gained: list[Flip]
     lost: list[Flip]
 
@@ -101,37 +80,38 @@ class Paired:
         return self.after.rate - self.before.rate
 
 
+def indexed_outcomes(run: OpenRun) -> dict[int, Outcomes]:
+    """Return the evaluations that the run's index holds, by step."""
+    found: dict[int, Outcomes] = {}
+    with run.index.read() as db:
+        for step, task, *counts in db.execute(_OUTCOMES, [success_reward(run)]):
+            found.setdefault(step, {})[task] = Outcome(task, *counts)
+    return found
+
+
+def stored_outcomes(run: OpenRun) -> dict[int, Outcomes]:
+    """Return the evaluations that the run's store holds, by step."""
+    known = run.store.rollouts(run.id, purpose=Purpose.EVAL)
+    ended = [one for one in known if one.state in (RolloutState.SUCCEEDED, RolloutState.FAILED)]
+    earned = rollout_rewards(ended, run.store.rewards([one.id for one in ended]))
+    threshold, found = success_reward(run), dict[int, Outcomes]()
+    for one in sorted(ended, key=lambda rollout: (rollout.step, rollout.id)):
+        task, reward = int(one.task_id.rpartition("-")[2]), earned[one.id]
+        of_step = found.setdefault(one.step, {})
+        _, successes, samples, first = of_step.get(task, (task, 0, 0, one.id))
+        successes += reward is not None and reward >= threshold
+        of_step[task] = Outcome(task, successes, samples + 1, first)
+    return found
+
+
 def success_reward(run: OpenRun) -> float:
     """Return the reward from which on a rollout of the run is a success."""
     return float(recorded(run.row["config"], "evaluation.success_reward", 1.0))
 
 
-def evaluations(run: OpenRun) -> list[Evaluation]:
-    """Return the run's evaluations, steps ascending; those of no finished rollout are left out."""
-    with run.index.read() as db:
-        rows = db.execute(_BY_STEP, [success_reward(run)]).fetchall()
-    return [
-        Evaluation(
-            step=row["step"],
-            tasks=row["tasks"],
-            samples=row["samples"],
-            success=Estimate(
-                row["total"] / row["tasks"],
-                *interval_of_sums(row["tasks"], row["total"], row["squares"], row["samples"]),
-            ),
-            reward=row["earned"] / row["rewarded"] if row["rewarded"] else None,
-            under_way=row["open"],
-        )
-        for row in rows
-        if row["samples"]
-    ]
-
-
-def outcomes(run: OpenRun, step: int) -> dict[int, Outcome]:
-    """Return how each task went in the evaluation of a step, by the task's place in its split."""
-    with run.index.read() as db:
-        rows = db.execute(_BY_TASK, [success_reward(run), step])
-        return {row["task"]: Outcome(**dict(row)) for row in rows}
+def evaluated_tasks(run: OpenRun) -> list[Json]:
+    """Return the data of the tasks that the run evaluates, in order."""
+    return run.store.tasks(run.id, split_of(run))
 
 
 def split_of(run: OpenRun) -> str:
@@ -139,9 +119,11 @@ def split_of(run: OpenRun) -> str:
     return "eval" if run.row["kind"] == "train" else run.row["kind"]
 
 
-def evaluated_tasks(run: OpenRun) -> list[Json]:
-    """Return the data of the tasks that the run evaluates, in order."""
-    return run.store.tasks(run.id, split_of(run))
+def success(found: Mapping[Any, Outcome]) -> Estimate:
+    """Return the mean over tasks of the share of their samples that succeeded."""
+    shares = [one.successes / one.samples for one in found.values()]
+    samples = min(one.samples for one in found.values())
+    return Estimate(fmean(shares), *task_interval(shares, samples))
 
 
 def pass_at(found: Mapping[Any, Outcome]) -> dict[int, Estimate]:
@@ -151,19 +133,18 @@ def pass_at(found: Mapping[Any, Outcome]) -> dict[int, Estimate]:
 
 def pair(before: Mapping[Key, Outcome], after: Mapping[Key, Outcome]) -> Paired | None:
     """Compare two evaluations on the tasks whose keys both have; None without any."""
-    common = [key for key in before if key in after]
-    if not common:
+    both = {key: Flip(before[key], after[key]) for key in before if key in after}
+    if not both:
         return None
-    flips = [Flip(before[key], after[key]) for key in common]
-    changes = [flip.after.share - flip.before.share for flip in flips]
+    changes = [flip.after.share - flip.before.share for flip in both.values()]
     unit = math.lcm(*(change.denominator for change in changes))
     return Paired(
-        tasks=len(common),
-        before=pass_at({key: before[key] for key in common})[1],
-        after=pass_at({key: after[key] for key in common})[1],
+        tasks=len(both),
+        before=success({key: flip.before for key, flip in both.items()}),
+        after=success({key: flip.after for key, flip in both.items()}),
         p_value=paired_p_value([int(change * unit) for change in changes]),
-        gained=[flip for flip in flips if flip.after.passed and not flip.before.passed],
-        lost=[flip for flip in flips if flip.before.passed and not flip.after.passed],
+        gained=[one for one in both.values() if one.after.passed and not one.before.passed],
+        lost=[one for one in both.values() if one.before.passed and not one.after.passed],
     )
 
 
@@ -174,46 +155,33 @@ def fields(tasks: Sequence[Json]) -> list[str]:
     """Return the fields of tasks that divide them into a few groups, dotted within objects."""
     values: defaultdict[str, list[Any]] = defaultdict(list)
     for task in tasks:
-        for name, value in _flat(task).items():
+        for name, value in _scalars(task).items():
             values[name].append(value)
     divided = {name: len(set(_labels(given).values())) for name, given in values.items()}
     return [name for name, groups in divided.items() if 1 < groups <= _MOST_VALUES]
 
 
-def by_field(
-    tasks: Sequence[Json], found: Mapping[int, Outcome], field: str
-) -> dict[str, tuple[int, Estimate]]:
-    """Return how many tasks have each value of a field, and their success.
-
-    Many different numbers are shown in quarters of their values.
-    """
-    values = [_flat(task).get(field) for task in tasks]
+def by_field(tasks: Sequence[Json], found: Outcomes, field: str) -> dict[str, Outcomes]:
+    """Group outcomes by a field of their tasks; many different numbers in quarters of them."""
+    values = [_scalars(task).get(field) for task in tasks]
     labels = _labels(value for value in values if value is not None)
-    groups: dict[str, dict[int, Outcome]] = {label: {} for label in (*labels.values(), NO_VALUE)}
+    groups: dict[str, Outcomes] = {label: {} for label in (*labels.values(), NO_VALUE)}
     for at, outcome in found.items():
         groups[labels.get(values[at], NO_VALUE)][at] = outcome
-    return {label: (len(each), pass_at(each)[1]) for label, each in groups.items() if each}
+    return {label: group for label, group in groups.items() if group}
 
 
-def _flat(task: Json, prefix: str = "") -> Json:
-    """Return the numbers, texts and truth values of a task by their dotted names."""
-    found: Json = {}
-    for name, value in task.items():
-        if isinstance(value, dict):
-            found |= _flat(value, f"{prefix}{name}.")
-        elif isinstance(value, str | int | float):
-            found[f"{prefix}{name}"] = value
-    return found
+def _scalars(task: Json) -> Json:
+    known = flattened(task).items()
+    return {name: value for name, value in known if isinstance(value, str | int | float)}
 
 
 def _labels(values: Iterable[Any]) -> dict[Any, str]:
     """Return the group of each value, in order: the value itself, or a quarter of many numbers."""
     given = set(values)
-    try:
-        known = sorted(given)
-    except TypeError:  # numbers and texts
-        known = sorted(given, key=str)
-    if len(known) <= _MOST_VALUES or not all(isinstance(one, int | float) for one in known):
+    numbers = all(isinstance(one, int | float) for one in given)
+    known = sorted(given) if numbers else sorted(given, key=str)
+    if len(known) <= _MOST_VALUES or not numbers:
         return {value: str(value) for value in known}
     size = math.ceil(len(known) / 4)
     quarters = [known[at : at + size] for at in range(0, len(known), size)]

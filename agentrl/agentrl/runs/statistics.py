@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from statistics import NormalDist, fmean
+from statistics import NormalDist, fmean, pvariance
 from typing import NamedTuple
 
 _Z95 = NormalDist().inv_cdf(0.975)
@@ -44,17 +44,10 @@ def task_interval(values: Sequence[float], samples: int) -> tuple[float, float]:
     ± 1.96 standard errors falls below 80 % near 0 and 1. With one outcome per task it dips as
     Wilson's does, to about 90 % where fewer than one failure (or success) is to be expected.
     """
-    return interval_of_sums(
-        len(values), math.fsum(values), math.fsum(v * v for v in values), samples
-    )
-
-
-def interval_of_sums(tasks: int, total: float, squares: float, samples: int) -> tuple[float, float]:
-    """Return ``task_interval`` of values that are known by their sum and their sum of squares."""
-    mean = (total + 1) / (tasks + 2)
-    variance = (squares + 1) / (tasks + 2) - mean * mean
-    worth = min(mean * (1 - mean) / variance, samples)
-    return wilson(min(total / tasks, 1.0), tasks * worth)
+    smoothed = [*values, 0.0, 1.0]
+    mean = fmean(smoothed)
+    worth = min(mean * (1 - mean) / pvariance(smoothed, mean), samples)
+    return wilson(fmean(values), len(values) * worth)
 
 
 def pass_at_k(successes: int, samples: int, k: int) -> float:

@@ -125,6 +125,13 @@ class RunStore(VerdictStore):
             found.setdefault(row["step"], {})[row["name"]] = row["value"]
         return found
 
+    def curve(self, run_id: str, name: str) -> list[tuple[int, float, float]]:
+        """Return a metric's ``(step, value, time)``, steps ascending; times since the epoch."""
+        columns = t.metrics.c.step, t.metrics.c.value, t.metrics.c.at
+        mine = t.metrics.c.run_id == run_id, t.metrics.c.name == name
+        query = sa.select(*columns).where(*mine).order_by(t.metrics.c.step)
+        return [tuple(row) for row in self.db.fetch_rows(query)]
+
     def last_step(self, run_id: str) -> int | None:
         """Return the newest step that has metrics."""
         query = sa.select(sa.func.max(t.metrics.c.step)).where(t.metrics.c.run_id == run_id)
