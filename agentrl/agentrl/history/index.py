@@ -24,6 +24,8 @@ VERSION = 1
 """Of the layout; a file of another version is made anew."""
 _STEP = 200
 """Rollouts that one call of ``fill`` looks at."""
+_MOST_SAID = 100_000
+"""Characters of a request and of an answer that can be searched."""
 _ENDED = (RolloutState.SUCCEEDED, RolloutState.FAILED, RolloutState.CANCELLED)
 
 COLUMNS: dict[str, str] = {
@@ -134,7 +136,7 @@ class RolloutIndex:
             _summary(one, calls[one.id], rewards[one.id], errors.get(one.id)) for one in rollouts
         ]
         said = [
-            (call.id, call.rollout_id, f"{new_messages_text(call.request)}\n{text}")
+            (call.id, call.rollout_id, _searched(new_messages_text(call.request), text))
             for rollout_id in ended
             for call in calls[rollout_id]
             if (text := answer_text(call.response)) or call.request
@@ -154,6 +156,11 @@ class RolloutIndex:
             except BaseException:
                 db.execute("ROLLBACK")
                 raise
+
+
+def _searched(asked: str, answered: str) -> str:
+    """Return what a search looks through: words beyond ``_MOST_SAID`` of each are not found."""
+    return f"{asked[:_MOST_SAID]}\n{answered[:_MOST_SAID]}"
 
 
 def _summary(

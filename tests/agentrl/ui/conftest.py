@@ -1,0 +1,60 @@
+"""Runs with known content, pages over them, and a browser; each made once a session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+from ui_pages import (
+    INSTALL_CHROMIUM,
+    Recorded,
+    Tab,
+    fill_indexes,
+    has_browser,
+    open_browser,
+    open_tab,
+    record_runs,
+    serve_pages,
+)
+
+
+@pytest.fixture(scope="session")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    """The runs ``known`` and ``other``."""
+    return record_runs(tmp_path_factory.mktemp("recorded"))
+
+
+@pytest.fixture
+def client(recorded: Recorded) -> Iterator[TestClient]:
+    """The pages without a server: ``client.get("/runs/known").text``; rollouts are indexed."""
+    from agentrl.ui.app import create_app
+
+    fill_indexes(recorded.root)
+    with TestClient(create_app(recorded.root)) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def link(recorded: Recorded) -> Iterator[str]:
+    """The link that ``agentrl ui`` prints for the recorded runs, whose rollouts are indexed."""
+    fill_indexes(recorded.root)
+    with serve_pages(recorded.root) as link:
+        yield link
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    if not has_browser():
+        pytest.skip(INSTALL_CHROMIUM)
+    with open_browser() as browser:
+        yield browser
+
+
+@pytest.fixture
+def tab(browser: Any, link: str) -> Iterator[Tab]:
+    """A tab at 1280 pixels; the test fails if it saw a fault."""
+    with open_tab(browser, link) as tab:
+        yield tab
+        assert tab.faults == []

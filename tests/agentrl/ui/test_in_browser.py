@@ -1,0 +1,71 @@
+"""Every view in Debian's Chromium: it loads, harms nobody, and can be read and used."""
+
+from __future__ import annotations
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from ui_pages import Recorded, Tab, open_tab
+
+_AXE = {"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "best-practice"],
+        "resultTypes": ["violations"]}  # fmt: skip
+_OVERFLOW = """() => [...document.querySelectorAll('body *')].filter(
+  e => !e.closest('.wide, .skip') && e.getBoundingClientRect().right > innerWidth + 1
+).slice(0, 5).map(e => e.outerHTML.slice(0, 99))"""
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 390)])
+def test_every_view_loads_without_faults_and_axe_finds_nothing_serious(
+    browser, link: str, recorded: Recorded, scheme: str, width: int
+) -> None:
+    found: list[str] = []
+    with open_tab(browser, link, width=width, scheme=scheme) as tab:
+        for name, path in recorded.views.items():
+            answer = tab.page.goto(tab.origin + path, wait_until="load")
+            assert answer.status == 200, name
+            assert tab.page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (
+                f"{name} scrolls sideways: {tab.page.evaluate(_OVERFLOW)}"
+            )
+            assert tab.page.evaluate("window.hacked") is None, name
+            for one in Axe().run(tab.page, options=_AXE).response["violations"]:
+                if one["impact"] in ("serious", "critical"):
+                    found += [f"{name}: {one['id']}: {one['nodes'][0]['html'][:200]}"]
+        assert tab.faults == []
+    assert found == []
+
+
+def test_tables_and_texts_are_there_without_javascript(browser, link: str, recorded) -> None:
+    context = browser.new_context(java_script_enabled=False)
+    page, origin = context.new_page(), link.split("/?")[0]
+    page.goto(link)
+    for name, path in recorded.views.items():
+        page.goto(origin + path)
+        assert page.locator("h1").inner_text().strip(), name
+    page.goto(f"{origin}{recorded.run}/rollouts")
+    assert page.locator("tbody tr").count() == 50
+    context.close()
+
+
+def test_the_keyboard_reaches_content_first_and_then_the_filter(tab: Tab, recorded) -> None:
+    page = tab.open(f"{recorded.run}/rollouts")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.className") == "skip"
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "main"
+    reached = []
+    for _ in range(12):
+        page.keyboard.press("Tab")
+        reached.append(page.evaluate("document.activeElement.getAttribute('name')"))
+    assert {"where", "search"} <= set(reached)
+    page.get_by_label("Where").fill('status == "failed"')
+    page.keyboard.press("Enter")
+    page.wait_for_url("**where=s**")
+    assert page.locator("tbody tr").count() == 1
+
+
+def test_without_the_token_nothing_is_shown(browser, link: str, recorded: Recorded) -> None:
+    context = browser.new_context()
+    page = context.new_page()
+    answer = page.goto(link.split("/?")[0] + recorded.run)
+    assert answer.status == 403
+    assert recorded.name not in page.content()
+    context.close()

@@ -1,0 +1,391 @@
+"""Runs with known content for tests of pages, pages that are served, and Debian's Chromium.
+
+``record_runs`` writes through the store's own functions, a second's work. The run ``known`` has
+four steps of two groups, evaluations before, in the middle and after, two agents, a tool, an agent
+that raised and one whose output is hostile. ``other`` learned less; ``served`` is no run folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from call_records import make
+from store_records import claimed
+
+from agentrl.config.commands import TrainConfig
+from agentrl.history.sources import Sources
+from agentrl.runs.folder import RunFolder
+from agentrl.training.evaluation import plan_evaluation
+from agentrl_tracer.schemas import (
+    AttemptState,
+    Call,
+    Claim,
+    NewRollout,
+    Policies,
+    Purpose,
+    Reward,
+    RolloutState,
+    SkipReason,
+    Span,
+)
+from agentrl_tracer.store import Store
+from agentrl_tracer.store.calls import Delivery
+from agentrl_trainer.models.sources import resolve_model
+
+CHROMIUM = "/usr/bin/chromium"
+INSTALL_CHROMIUM = "no browser here; install it with: apt-get install chromium"
+_STEPS, _GROUPS, _MEMBERS, _TASKS = 4, 2, 4, 6
+HOSTILE = (
+    "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>\n"
+    "<svg onload='window.hacked = 1'><circle r='9'/></svg>\n"
+    "[click](javascript:window.hacked=1) ![pixel](https://elsewhere.invalid/pixel.png)\n"
+    "<style>body { display: none }</style> \x1b[31mred\x1b[0m \u202eback\n"
+    "</script></textarea></title>{{ 7 * 7 }}\n"
+)
+LONG_LINE = "long " * 2_000_000
+TOOL_ANSWER = "The archive says: 17 comes after 16."
+
+
+@dataclass
+class Recorded:
+    """A folder of runs, and what its pages are about."""
+
+    root: Path
+    name: str = "known"
+    other: str = "other"
+    ids: dict[str, str] = field(default_factory=dict)
+    """Rollouts by what they show: ``first``, ``last``, ``failed``, ``hostile``, ``long``; and the
+    group of the hostile one as ``group``."""
+
+    @property
+    def run(self) -> str:
+        return f"/runs/{self.name}"
+
+    @property
+    def views(self) -> dict[str, str]:
+        """The paths of the pages. A new page is tested in the browser by adding it here."""
+        return {
+            "runs": "/",
+            "run": self.run,
+            "rollouts": f"{self.run}/rollouts",
+            "search": f"{self.run}/rollouts?where=reward%3E0&search=archive&sort=-reward",
+        }
+
+
+def record_runs(root: Path) -> Recorded:
+    """Write the runs of this module's description below ``root``."""
+    recorded = Recorded(root)
+    recorded.ids = record_run(root, recorded.name, hostile=True)
+    record_run(root, recorded.other, learns=0.4, learning_rate=0.02)
+    return recorded
+
+
+def record_run(
+    root: Path, name: str, *, learns: float = 0.75, hostile: bool = False, **learning: Any
+) -> dict[str, str]:
+    """Write one finished run; ``learns`` is the success rate at its end. Return ``Recorded.ids``"""
+    config = TrainConfig.model_validate(
+        {
+            "agent": {"entrypoint": "agent.py:agent", "tasks": "tasks.jsonl"},
+            "evaluation": {"tasks": "held_out.jsonl", "every": 2},
+            "rollouts": {"batch_size": _GROUPS, "group_size": _MEMBERS},
+            "learning": learning,
+            "run": {"name": name, "steps": _STEPS, "folder": str(root)},
+        }
+    )
+    settings = config.model_dump(mode="json")
+    folder = RunFolder.create(root, name, "train")
+    with contextlib.closing(Store(str(folder.store))) as store:
+        run_id = store.create_run(name, "train", settings, Policies(on_error="drop"))
+        folder.write(folder.run_id, run_id)
+        folder.write_json(folder.config, settings)
+        store.register_gateway("boot", run_id, 1)
+        run = _Run(store, folder, run_id, learns)
+        run.record(config, hostile)
+        store.end_run(run_id, "finished")
+    return run.ids
+
+
+@cache
+def _tokenizer() -> Any:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(f"{resolve_model('agentrl-tiny')}/tokenizer.json")
+
+
+def tokens_of(text: str) -> list[int]:
+    """Return the ids of agentrl-tiny, the model of the runs."""
+    return _tokenizer().encode(text, add_special_tokens=False).ids
+
+
+@dataclass
+class _Run:
+    store: Store
+    folder: RunFolder
+    run_id: str
+    learns: float
+    ids: dict[str, str] = field(default_factory=dict)
+    proxied: int = 0
+
+    def record(self, config: TrainConfig, hostile: bool) -> None:
+        add = self.store.add_tasks
+        tasks = add(self.run_id, "train", [_task(n) for n in range(_STEPS * _GROUPS)])
+        held_out = add(self.run_id, "eval", [_task(12 + n) for n in range(_TASKS)])
+        self._evaluate(held_out, config, 0)
+        for step in range(1, _STEPS + 1):
+            self._train(step, tasks, hostile and step == _STEPS)
+            self.store.publish_adapter(
+                self.run_id, "policy", step, str(self.folder.adapter_version("policy", step)), step
+            )
+            if step % config.evaluation.every == 0:
+                self._evaluate(held_out, config, step)
+
+    def _train(self, step: int, tasks: Sequence[str], hostile: bool) -> None:
+        new = [
+            NewRollout(tasks[at], f"{step}-{at}", Purpose.TRAIN, step, index, seed=index)
+            for at in range((step - 1) * _GROUPS, step * _GROUPS)
+            for index in range(_MEMBERS)
+        ]
+        ids = self.store.enqueue(self.run_id, new)
+        right = round(_MEMBERS * self.learns * step / _STEPS)
+        for at, rollout_id in enumerate(ids):
+            kind = ("hostile", "failed", "long")[at] if hostile and at < 3 else ""
+            self._roll_out(rollout_id, at % _MEMBERS < right, kind)
+        self.ids |= {"last": ids[-1]} | ({"group": new[0].group_id} if hostile else {})
+        self.ids.setdefault("first", ids[0])
+        calls = self.store.calls(rollout_ids=ids)
+        failed = {r.id for r in self.store.rollouts(self.run_id, ids=ids, step=step)
+                  if r.state is RolloutState.FAILED}  # fmt: skip
+        skipped = {c.id: SkipReason.FAILED_ROLLOUT for c in calls if c.rollout_id in failed}
+        skipped |= {c.id: SkipReason.OTHER_AGENT for c in calls if c.agent == "checker"} | skipped
+        if right in (0, _MEMBERS):
+            skipped = {call.id: SkipReason.ZERO_ADVANTAGE for call in calls} | skipped
+        trained = {call.id: step for call in calls if call.id not in skipped}
+        self.store.settle(trained=trained, skipped=skipped, calls=calls)
+        self._log(step, _metrics(step, right / _MEMBERS) | {
+            "calls": len(calls), "calls/trained": len(trained), "rollouts/failed": len(failed),
+        })  # fmt: skip
+
+    def _evaluate(self, tasks: Sequence[str], config: TrainConfig, step: int) -> None:
+        """Task 0 stays right, the last stays wrong, the second becomes wrong, others right."""
+        ids = self.store.enqueue(self.run_id, plan_evaluation(tasks, step, config.evaluation, 0))
+        learned = self.learns * step / _STEPS
+        right = [True, step == 0, *(i / (_TASKS - 3) < learned for i in range(_TASKS - 3)), False]
+        for rollout_id, good in zip(ids, right, strict=True):
+            self._roll_out(rollout_id, good, "")
+        self.ids["wrong"] = ids[-1]
+        calls = self.store.calls(rollout_ids=ids)
+        skipped = {call.id: SkipReason.EVALUATION for call in calls}
+        self.store.settle(trained={}, skipped=skipped, calls=calls)
+        accuracy = sum(right) / len(right)
+        self._log(step, {"eval/accuracy": accuracy, "eval/reward": accuracy,
+                         "seconds/evaluation": 2.5})  # fmt: skip
+
+    def _log(self, step: int, row: dict[str, float]) -> None:
+        self.folder.append_metrics({"step": step, **row})
+        self.store.log_metrics(self.run_id, step, {"step": step, **row})
+
+    def _roll_out(self, rollout_id: str, right: bool, kind: str) -> None:
+        claim = claimed(self.store)
+        assert claim.rollout_id == rollout_id
+        if kind:
+            self.ids[kind] = rollout_id
+        said = {"hostile": HOSTILE, "long": LONG_LINE}.get(kind, "")
+        number = claim.task["n"]
+        answer = f"I am {number}." if right else f"I am the number after {number - 1}, I think."
+        calls = _conversation(
+            claim, answer, said, version=claim.step - (claim.purpose is Purpose.TRAIN)
+        )
+        spans = _spans(claim, calls, said or TOOL_ANSWER)
+        rewards = [
+            Reward(claim.attempt_id, rollout_id, name, value, name, span, explanation=why)
+            for name, value, span, why in (
+                ("correct", 1.0 if right else 0.0, spans[0].span_id, said[:500] or None),
+                ("clarity", 0.0 if right else -0.5, None, "says more than the number"),
+            )
+        ]  # fmt: skip
+        self.proxied += len(calls)
+        delivered = Delivery(claim.attempt_id, spans, [] if kind == "failed" else rewards)
+        self.store.write_calls("boot", [], [*calls, delivered], self.proxied)
+        log = self.folder.logs / f"{rollout_id}-1.log"
+        log.write_text(f"asking about {number}\n{HOSTILE}")
+        state, error = AttemptState.SUCCEEDED, None
+        if kind == "failed":
+            state, error = AttemptState.ERROR, f"ValueError: no tool of this name\n{HOSTILE}"
+        self.store.end_attempt(claim.attempt_id, state, error=error, log=str(log))
+
+
+def _task(n: int) -> dict[str, Any]:
+    return {"n": n, "level": "hard" if n % 3 else "easy", "question": f"Which number is {n}?"}
+
+
+def _conversation(claim: Claim, answer: str, said: str, version: int) -> list[Call]:
+    """The solver uses a tool and answers, in one conversation; the checker reads the answer."""
+    ask = {"role": "user", "content": f"{claim.task['question']} {said}"}
+    tool = {
+        "id": "t1",
+        "type": "function",
+        "function": {"name": "look_up", "arguments": '{"n": 1}'},
+    }
+    uses = {"role": "assistant", "content": None, "tool_calls": [tool]}
+    result = {"role": "tool", "tool_call_id": "t1", "content": said or TOOL_ANSWER}
+    answers = {"role": "assistant", "content": f"<think>Let me see.</think>**{answer}**\n\n{said}"}
+    check = {"role": "user", "content": f"Is this right?\n\n```python\nprint({answer!r})\n```"}
+    checks = {"role": "assistant", "content": "- It has a number.\n- It is *short*."}
+    first = _call(claim, 0, "solver", [ask], uses, '<tool_call>{"n": 1}</tool_call>', version)
+    second = _call(claim, 1, "solver", [ask, uses, result], answers, answer, version, after=first)
+    return [first, second, _call(claim, 2, "checker", [check], checks, "It has a number.", version)]
+
+
+def _call(
+    claim: Claim, seq: int, agent: str, messages: list[Any], message: dict[str, Any], text: str,
+    version: int, after: Call | None = None,
+) -> Call:  # fmt: skip
+    prompt = tokens_of(f"<|im_start|>user\n{str(messages[-1]['content'])[:300]}<|im_end|>\n")
+    if after is not None:
+        prompt = after.prompt_ids + after.response_ids + prompt
+    sampled = tokens_of(text)
+    name, now = f"chatcmpl-{claim.attempt_id}-{seq}", time.time()
+    began = {"continued": True} if after else {"continued": False, "branched": "first_call"}
+    usage = {"prompt_tokens": len(prompt), "completion_tokens": len(sampled)}
+    choice = {"index": 0, "message": message, "finish_reason": "stop", "logprobs": None}
+    return replace(
+        make(name, prompt, sampled, seq), run_id=claim.run_id, rollout_id=claim.rollout_id,
+        attempt_id=claim.attempt_id, agent=agent, adapter="policy", adapter_version=version,
+        response_logprobs=[-0.05 - 2 * abs(math.sin(7 * i + seq)) for i in range(len(sampled))],
+        params={"temperature": 1.0, "max_tokens": 256, "seed": seq, "n": 1, **began},
+        request={"model": "policy", "messages": messages, "max_tokens": 256},
+        response={"id": name, "model": "policy", "choices": [choice], "usage": usage},
+        trace_id=_hex(claim, 32), span_id=_hex(claim, 16, 2 + seq // 2),
+        started_at=now - 3 + seq, ended_at=now - 2.2 + seq,
+    )  # fmt: skip
+
+
+def _spans(claim: Claim, calls: Sequence[Call], result: str) -> list[Span]:
+    """The agent's function, the solver with its tool, and the checker."""
+
+    def span(at: int, parent: int | None, name: str, start: float, end: float, **said: Any) -> Span:
+        begin = calls[0].started_at
+        return Span(
+            _hex(claim, 32), _hex(claim, 16, at), parent and _hex(claim, 16, parent), name,
+            "internal", int((begin + start) * 1e9), int((begin + end) * 1e9), "unset",
+            {key.replace("__", "."): value for key, value in said.items()}, [],
+            {"service.name": "agentrl-agent"}, claim.rollout_id, claim.attempt_id,
+        )  # fmt: skip
+
+    tool = {"gen_ai__tool__name": "look_up", "gen_ai__tool__call__arguments": '{"n": 1}'}
+    return [
+        span(1, None, "invoke_workflow agent", -0.1, 3.1, agentrl__output=result),
+        span(2, 1, "invoke_agent solver", 0, 1.9, gen_ai__agent__name="solver"),
+        span(4, 2, "execute_tool look_up", 0.8, 1, gen_ai__tool__call__result=result, **tool),
+        span(3, 1, "invoke_agent checker", 1.9, 3, gen_ai__agent__name="checker"),
+    ]
+
+
+def _hex(claim: Claim, digits: int, at: int = 0) -> str:
+    return f"{claim.attempt_id}{at:08x}"[-digits:].zfill(digits)
+
+
+def _metrics(step: int, reward: float) -> dict[str, float]:
+    return {
+        "reward/mean": reward, "reward/std": 0.5 - reward / 4, "advantage/max": 0.5,
+        "advantage/min": -0.5, "advantage/std": 0.4, "groups/used": _GROUPS, "groups/skipped": 0,
+        "groups/zero_advantage": 0, "tokens/sampled": 400 + 10 * step, "tokens/trained": 390.0,
+        "tokens/total": 900.0, "tokens_per_second": 300.0 + step, "staleness/mean": 0.1 * step,
+        "staleness/max": 1, "loss": -0.01 * step, "entropy": 2.5 - step / 4, "ratio/max": 1.1,
+        "clip_fraction": 0.02 * step, "sampler_trainer/kl": 1e-6,
+        "sampler_trainer/mean_logprob_difference": 1e-5, "grad_norm": 0.1, "learning_rate": 1e-3,
+        "seconds/rollouts": 6.0, "seconds/update": 4.0, "seconds/overlapped": 1.0,
+        "seconds/checkpoint": 0.3, "seconds/publish": 0.6, "answers/tokens": 9.0 + step,
+        "answers/cut_off": 0.1, "step_refused": 0.0,
+    }  # fmt: skip
+
+
+# ---- pages that are served, and a browser
+
+
+def fill_indexes(root: Path) -> None:
+    """Index the rollouts of all runs below ``root`` now, which pages do in the background."""
+    with contextlib.closing(Sources(root)) as sources:
+        for run in sources.all()[0]:
+            while run.index.fill(run.store, run.id):
+                pass
+
+
+@contextlib.contextmanager
+def serve_pages(root: Path, *arguments: str) -> Iterator[str]:
+    """Run ``agentrl ui`` on a free port; yield the link that it prints."""
+    command = [sys.executable, "-m", "agentrl", "ui", str(root), "--port", "0", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield process.stdout.readline().strip()
+        finally:
+            process.terminate()
+
+
+@contextlib.contextmanager
+def open_browser() -> Iterator[Any]:
+    """Start Chromium, for Playwright's sync API; its pages reach this machine only."""
+    from playwright.sync_api import sync_playwright
+
+    alone = "--no-first-run --disable-background-networking --disable-component-update"
+    arguments = [
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--disable-sync",
+        *alone.split(),
+    ]
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
+        yield browser
+        browser.close()
+
+
+@dataclass
+class Tab:
+    """A page of the browser, signed in, that notes what should not happen."""
+
+    page: Any
+    origin: str
+    faults: list[str] = field(default_factory=list)
+    """Console errors, exceptions, and requests to other hosts."""
+
+    def open(self, path: str) -> Any:
+        """Go to a path and wait until its scripts and requests are done; return the page."""
+        self.page.goto(self.origin + path, wait_until="load")
+        return self.page
+
+
+@contextlib.contextmanager
+def open_tab(browser: Any, link: str, *, width: int = 1280, scheme: str = "light") -> Iterator[Tab]:
+    """Open a tab of its own cookies at the page that ``link`` leads to."""
+    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    page, origin = context.new_page(), link.split("/?")[0]
+    tab = Tab(page, origin)
+    page.on("console", lambda said: tab.faults.append(said.text) if said.type == "error" else None)
+    page.on("pageerror", lambda error: tab.faults.append(str(error)))
+
+    def note(request: Any) -> None:
+        if not request.url.startswith((origin, "data:")):
+            tab.faults.append(f"a request to {request.url}")
+
+    page.on("request", note)
+    page.goto(link)
+    yield tab
+    context.close()
+
+
+def has_browser() -> bool:
+    return os.access(CHROMIUM, os.X_OK)
