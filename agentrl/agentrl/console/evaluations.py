@@ -74,7 +74,8 @@ def show_comparison(console: Console, runs: Sequence[OpenRun]) -> None:
     else:
         print_line("all settings are equal", to=console)
     for name in (REWARD, HELD_OUT):
-        curves = [[v for _, v, _ in run.store.curve(run.id, name)] for run in runs]
+        metrics = [run.store.metrics(run.id, [name]) for run in runs]
+        curves = [[row[name] for row in rows.values()] for rows in metrics]
         if any(curves):
             rows = [
                 {

@@ -158,7 +158,11 @@ def fields(tasks: Sequence[Json]) -> list[str]:
         for name, value in _scalars(task).items():
             values[name].append(value)
     divided = {name: len(set(_labels(given).values())) for name, given in values.items()}
-    return [name for name, groups in divided.items() if 1 < groups <= _MOST_VALUES]
+    return [
+        name
+        for name, groups in divided.items()
+        if 1 < groups <= _MOST_VALUES and groups < len(values[name])
+    ]
 
 
 def by_field(tasks: Sequence[Json], found: Outcomes, field: str) -> dict[str, Outcomes]:
