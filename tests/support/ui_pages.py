@@ -79,6 +79,12 @@ class Recorded:
             "run": self.run,
             "rollouts": f"{self.run}/rollouts",
             "search": f"{self.run}/rollouts?where=reward%3E0&search=archive&sort=-reward",
+            "rollout": f"{self.run}/rollouts/{self.ids['first']}",
+            "failed": f"{self.run}/rollouts/{self.ids['failed']}",
+            "hostile": f"{self.run}/rollouts/{self.ids['hostile']}",
+            "long": f"{self.run}/rollouts/{self.ids['long']}",
+            "group": f"{self.run}/groups/{self.ids['group']}",
+            "task": f"{self.run}/tasks/eval/5",
         }
 
 

@@ -57,11 +57,11 @@ def chat_of(call: Call, earlier: Sequence[Sequence[Message]] = ()) -> Chat:
     for message in messages[before:]:
         if left <= 0:
             break
-        said = _cut(message, min(MOST, left))
+        said = cut_message(message, min(MOST, left))
         left -= max(_LEAST, len(said.message.text) + len(said.message.reasoning))
         shown.append(said)
     left_out = len(messages) - before - len(shown)
-    return Chat(call, before, shown, left_out, answer and _cut(answer, MOST))
+    return Chat(call, before, shown, left_out, answer and cut_message(answer))
 
 
 def conversation(call: Call) -> list[Message]:
@@ -70,7 +70,8 @@ def conversation(call: Call) -> list[Message]:
     return asked(call.request) + ([answer] if answer else [])
 
 
-def _cut(message: Message, most: int) -> Said:
+def cut_message(message: Message, most: int = MOST) -> Said:
+    """Cut each text of a message after ``most`` characters."""
     tools = tuple(replace(one, arguments=one.arguments[:most]) for one in message.tools[:50])
     text, reasoning = message.text[:most], message.reasoning[:most]
     return Said(replace(message, text=text, reasoning=reasoning, tools=tools), len(message.text))
