@@ -6,11 +6,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+_MOST_READ = 4_000  # characters: agents write lines of megabytes
+
 
 def excerpt(text: str) -> str:
     """Return a text in one line of at most 240 characters."""
-    text = " ".join(text.split())
-    return text if len(text) <= 240 else f"{text[:239]}…"
+    shown = " ".join(text[:_MOST_READ].split())
+    return shown if len(shown) <= 240 and len(text) <= _MOST_READ else f"{shown[:239]}…"
 
 
 def prompt_excerpt(request: Mapping[str, Any] | None) -> str:
