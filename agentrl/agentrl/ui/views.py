@@ -75,6 +75,10 @@ def page(request: Request, template: str, /, status: int = 200, **values: Any) -
     return HTMLResponse(text.encode(errors="replace"), status)  # agents send lone surrogates
 
 
+def render(template: str, /, **values: Any) -> str:
+    return _templates.get_template(template).render(**values)
+
+
 def sources(request: Request) -> Sources:
     return request.app.state.sources
 
