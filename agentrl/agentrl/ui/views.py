@@ -64,10 +64,6 @@ _templates.filters |= {
 _templates.globals |= {"version": __version__}
 
 
-def render(template: str, **values: Any) -> str:
-    return _templates.get_template(template).render(**values)
-
-
 def page(request: Request, template: str, /, status: int = 200, **values: Any) -> HTMLResponse:
     """Render a template; ``here`` is the path and query of the page."""
     here = request.url.path + (f"?{request.url.query}" if request.url.query else "")
