@@ -26,9 +26,10 @@ def prune_command(
 ) -> None:
     """Delete what ended runs no longer need, after asking.
 
-    Of every run that has ended: logs, and the index of the pages, which is made again. Of finished
-    runs also checkpoints, without which they cannot be resumed, and adapters but the newest and
-    those that hold a file `keep`. Stores, metrics, `adapter` and `adapter-best` stay.
+    Of every run that has ended: logs, the trainer's token records, and the index of the pages,
+    which is made again. Of finished runs also checkpoints, without which they cannot be resumed,
+    and adapters but the newest and those that hold a file `keep`. Stores, metrics, `adapter` and
+    `adapter-best` stay.
     """
     faults: list[str] = []
     found: list[tuple[str, str, list[Path]]] = []
@@ -59,6 +60,7 @@ def prune_command(
 
 def _what_may_go(folder: RunFolder, *, finished: bool) -> Iterator[tuple[str, list[Path]]]:
     yield "logs", sorted(folder.logs.glob("*"))
+    yield "token records", sorted(folder.tokens.glob("*"))
     yield "index", sorted(folder.root.glob("view.db*"))
     if finished:
         yield "checkpoints", sorted(folder.checkpoints.glob("*"))
