@@ -49,7 +49,7 @@ class IndexFile:
     def prepare(self) -> sqlite3.Connection:
         """Return the connection that writes, with the layout in place."""
         with self._lock:
-            if self._writer is not None:
+            if self._writer is not None and self.path.exists():  # else it was pruned
                 return self._writer
             db = self._connect()
             if db.execute("PRAGMA user_version").fetchone()[0] not in (0, self.version):

@@ -26,6 +26,7 @@ from agentrl.runs.folder import RunFolder
 from agentrl.runs.recorded import open_store, state_of
 from agentrl_tracer.schemas import Json
 from agentrl_tracer.store import Store, StoreError
+from agentrl_tracer.store.faults import PATIENCE_S
 
 _PATIENCE_S = 2.0  # for a database that is away: a page must answer
 _MOST_OPEN = 16
@@ -92,6 +93,12 @@ class OpenServed:
 Opened = TypeVar("Opened", OpenRun, OpenServed)
 
 
+def open_run(folder: RunFolder, patience_s: float = PATIENCE_S) -> OpenRun:
+    """Open a run read-only; raises what ``Sources.open`` raises."""
+    store, row = open_store(folder, patience_s, read_only=True)
+    return OpenRun(folder, store, row, RolloutIndex(folder.root / "view.db"))
+
+
 class Sources:
     """The runs below a folder and in PostgreSQL stores. Thread-safe; those used last stay open.
 
@@ -144,11 +151,9 @@ class Sources:
             if known := self._known(self._open, name):
                 return known
             _check_name(name, "run")
-            found = self._find(name) if "~" in name else None
-            folder = found[0] if found else RunFolder.existing(self.root / name, "run")
-            store, row = found[1:] if found else open_store(folder, _PATIENCE_S, read_only=True)
-            index = RolloutIndex(folder.root / "view.db")
-            return self._keep(self._open, name, OpenRun(folder, store, row, index))
+            if "~" not in name or (opened := self._find(name)) is None:
+                opened = open_run(RunFolder.existing(self.root / name, "run"), _PATIENCE_S)
+            return self._keep(self._open, name, opened)
 
     def all(self) -> tuple[list[OpenRun], list[str]]:
         """Return every run, newest first, and a sentence for each that cannot be opened."""
@@ -206,7 +211,7 @@ class Sources:
                 self._shared[name] = _open_read_only(store_url(self._urls[name]))
             return self._shared[name]
 
-    def _find(self, name: str) -> tuple[RunFolder, Store, Json] | None:
+    def _find(self, name: str) -> OpenRun | None:
         """Find a run whose folder is elsewhere; its configuration comes from its store."""
         for store_name, url in self._urls.items():
             store = self._store(store_name)
@@ -214,7 +219,7 @@ class Sources:
                 folder = RunFolder(cache_folder(without_password(url)) / name)
                 folder.root.mkdir(mode=0o700, exist_ok=True)
                 folder.write_json(folder.config, row["config"])
-                return folder, store, row
+                return OpenRun(folder, store, row, RolloutIndex(folder.root / "view.db"))
         return None
 
 
