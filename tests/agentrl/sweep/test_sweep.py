@@ -29,7 +29,7 @@ def steps_of(folder: RunFolder) -> list[int]:
 def test_nothing_is_lost_or_made_twice_when_sweep_and_trials_are_killed(tmp_path: Path) -> None:
     sweep = SmallSweep(
         tmp_path, "slow", metric="calls", sampler="grid", trials=10, pruner="asha",
-        space={"rollouts.group_size": [4, 2, 3]},
+        space={"rollouts.group_size": [2, 3, 4]},
     )  # fmt: skip
     runs = [RunFolder(sweep.root / f"small-{number:03d}") for number in range(3)]
     process = sweep.start()
