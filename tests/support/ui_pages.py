@@ -21,6 +21,7 @@ from typing import Any
 
 from call_records import make
 from store_records import claimed
+from sweeps import record_sweep
 
 from agentrl.config.commands import TrainConfig
 from agentrl.history.sources import Sources
@@ -78,6 +79,8 @@ class Recorded:
             "runs": "/",
             "run": self.run,
             "rollouts": f"{self.run}/rollouts",
+            "sweeps": "/sweeps",
+            "sweep": "/sweeps/searched",
             "search": f"{self.run}/rollouts?where=reward%3E0&search=archive&sort=-reward",
         }
 
@@ -87,6 +90,7 @@ def record_runs(root: Path) -> Recorded:
     recorded = Recorded(root)
     recorded.ids = record_run(root, recorded.name, hostile=True)
     record_run(root, recorded.other, learns=0.4, learning_rate=0.02)
+    record_sweep(root, "searched")
     return recorded
 
 
