@@ -101,5 +101,5 @@ def test_asha_keeps_a_third_at_each_rung(tmp_path: Path) -> None:
 
 
 def test_a_missing_package_is_named_with_what_installs_it() -> None:
-    with pytest.raises(ConfigError, match="needs the package cmaes: pip install 'cmaes'"):
+    with pytest.raises(ConfigError, match="needs cmaes: pip install 'cmaes'"):
         check_packages(config(sampler="cmaes"))
