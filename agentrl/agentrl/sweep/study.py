@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from optuna.samplers import BaseSampler
 
 _NEEDS = {"gp": "scipy", "cmaes": "cmaes"}
+_EXTRA = "agentrl-middleware[sweep]"
 _HALVING = 3
 _ENOUGH = 5  # complete trials
 _FIXED = ("space", "metric", "direction", "seeds", "settings")
@@ -32,7 +33,7 @@ def check_packages(config: SweepConfig) -> None:
     Raises:
         ConfigError: one is not installed; says what installs it.
     """
-    needed = dict.fromkeys(("optuna", "tomli_w"), "agentrl-middleware[sweep]")
+    needed = {"optuna": _EXTRA, "tomli_w": _EXTRA}
     if own := _NEEDS.get(config.sweep.sampler):
         needed[own] = own
     for package, install in needed.items():
