@@ -80,17 +80,12 @@ class Recorded:
             "runs": "/",
             "run": self.run,
             "rollouts": f"{self.run}/rollouts",
-<<<<<<< HEAD
-            "sweeps": "/sweeps",
-            "sweep": "/sweeps/searched",
-            "search": f"{self.run}/rollouts?where=reward%3E0&search=archive&sort=-reward",
-=======
             "search": f"{self.run}/rollouts?where=reward>0&search=archive&sort=-reward",
             **{kind: f"{self.run}/rollouts/{self.ids[kind]}" for kind in KINDS},
             "call": f"{self.run}/calls/{self.ids['call']}",
             "raw": f"{self.run}/calls/{self.ids['call']}/raw",
             "sweeps": "/sweeps",
->>>>>>> house
+            "sweep": "/sweeps/searched",
         }
 
 

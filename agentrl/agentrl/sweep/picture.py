@@ -25,7 +25,8 @@ def draw_sweep(record: SweepRecord, path: Path) -> None:
     scale = ScalarMappable(Normalize(min(values), max(values)), colormaps[map_name])
     figure = Figure(figsize=(11, 7.6), dpi=84, layout="constrained")
     FigureCanvasAgg(figure)
-    upper, lower = figure.subfigures(2, 1, height_ratios=[1.15, 1])
+    halves: Any = figure.subfigures(2, 1, height_ratios=[1.15, 1])
+    upper, lower = halves
     _parallel(upper.add_subplot(), record, scale)
     left, middle, right = lower.subplots(1, 3)
     for plot in (left, middle, right):
