@@ -21,7 +21,6 @@ from typing import Any
 
 from call_records import make
 from store_records import claimed
-from sweeps import record_sweep
 
 from agentrl.config.commands import TrainConfig
 from agentrl.history.sources import Sources
@@ -85,7 +84,8 @@ class Recorded:
             "call": f"{self.run}/calls/{self.ids['call']}",
             "raw": f"{self.run}/calls/{self.ids['call']}/raw",
             "sweeps": "/sweeps",
-            "sweep": "/sweeps/searched",
+            "group": f"{self.run}/groups/{self.ids['group']}",
+            "task": f"{self.run}/tasks/eval/5",
         }
 
 
@@ -94,7 +94,6 @@ def record_runs(root: Path) -> Recorded:
     recorded = Recorded(root)
     recorded.ids = record_run(root, recorded.name, hostile=True)
     record_run(root, recorded.other, learns=0.4, learning_rate=0.02)
-    record_sweep(root, "searched")
     return recorded
 
 
