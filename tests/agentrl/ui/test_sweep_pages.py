@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+from axe_playwright_python.sync_playwright import Axe
 from starlette.testclient import TestClient
 from sweeps import record_sweep
+from ui_pages import open_tab, serve_pages
 
 from agentrl.runs.folder import RunFolder
 from agentrl.sweep.record import read_record
@@ -61,3 +64,27 @@ def test_the_file_to_share_has_everything_inside_and_nothing_hostile(tmp_path: P
     assert "src=" not in head.replace("src=e", "").partition("echarts")[0]
     assert 'href="/' not in text
     assert text.count("<tr data-trial=") == 12
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
+def test_in_a_browser_the_charts_are_drawn_and_brushing_an_axis_chooses_trials(
+    browser, tmp_path: Path, width: int, scheme: str
+) -> None:
+    record_sweep(tmp_path)
+    with serve_pages(tmp_path) as link, open_tab(browser, link, width=width, scheme=scheme) as tab:
+        page = tab.open("/sweeps/known")
+        assert page.locator(".chart canvas").count() == 4
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        found = Axe().run(page).response["violations"]
+        assert [one["id"] for one in found if one["impact"] in ("serious", "critical")] == []
+        if width == 1280:
+            box = page.locator(".chart.parallel .canvas").bounding_box()
+            x, top = box["x"] + box["width"] - 110, box["y"] + 64  # the metric's axis
+            page.mouse.move(x, top + 2)
+            page.mouse.down()
+            page.mouse.move(x, top + 100, steps=5)
+            page.mouse.up()
+            page.get_by_text("3 of 12 trials chosen").wait_for()
+            assert page.locator("#trials tbody tr:visible").count() == 3
+        assert page.evaluate("window.hacked") is None
+        assert tab.faults == []
