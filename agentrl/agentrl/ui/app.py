@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 from agentrl.config.errors import ConfigError
 from agentrl.config.secrets import MissingSecretError
 from agentrl.history.sources import Sources
+from agentrl.history.vocabulary import Vocabularies
 from agentrl.ui.access import TokenGate
 from agentrl.ui.pages import PAGES
 from agentrl.ui.views import STATIC, page
@@ -29,6 +30,7 @@ def create_app(root: Path) -> FastAPI:
     """Make the app over the runs below ``root``."""
     app = FastAPI(openapi_url=None, lifespan=_lifespan)
     app.state.sources, app.state.watcher = Sources(root), Watcher()
+    app.state.vocabularies = Vocabularies()
     for router in PAGES:
         app.include_router(router)
     app.mount("/static", StaticFiles(directory=STATIC))
@@ -53,6 +55,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     app.state.watcher.start()
     yield
     app.state.watcher.stop()
+    app.state.vocabularies.close()
     app.state.sources.close()
 
 

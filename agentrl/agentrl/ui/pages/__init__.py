@@ -11,6 +11,7 @@ from agentrl.ui.pages import (
     rollouts,
     runs,
     sweeps,
+    tokens,
 )
 
 PAGES = (
@@ -20,6 +21,7 @@ PAGES = (
     group.router,
     call.router,
     calls.router,
+    tokens.router,
     evaluations.router,
     compare.router,
     feedback.router,
