@@ -34,6 +34,7 @@ _COMMANDS = {  # with settings: they read their own flags, see config/loading.py
 }
 _OTHERS = {
     "ui": "Show runs in a browser: curves, rollouts, conversations and their tokens.",
+    "report": "Write charts, evaluations and examples of a run as one HTML file to share.",
     "export": "Write a trained adapter as a PEFT folder or a merged model, for vLLM, Ollama and "
     "others.",
     "tinker-server": "Run scripts for Tinker's SDK on this machine: serve its protocol.",

@@ -20,6 +20,7 @@ from agentrl.console.output import console, print_block, print_line
 from agentrl.console.report import serve_command, training_report
 from agentrl.interrupts import end_in_order
 from agentrl.runner.agent_spec import validate_agent
+from agentrl.runs.circumstances import note_start
 from agentrl.runs.folder import RunFolder, how_to_fetch
 from agentrl.runs.recorded import SHELL_IN, how_to_continue
 from agentrl.timing import heavy_imports
@@ -46,7 +47,8 @@ def train_command(*tokens: Tokens) -> None:
     held_out = config.evaluation.tasks
     eval_tasks = load_tasks(held_out, "evaluation.tasks") if held_out else []
     # Before config.json holds the setting: every later --resume would fail.
-    check_warmup(config.learning.warmup_steps, steps_of(config, tasks))
+    steps = steps_of(config, tasks)
+    check_warmup(config.learning.warmup_steps, steps)
     if folder is not None:
         folder.lock()
         changes = check_resume(folder, config, tasks, eval_tasks)
@@ -55,6 +57,7 @@ def train_command(*tokens: Tokens) -> None:
         tell_changes(changes, print_line)
     else:
         folder = RunFolder.create(config.run.folder, config.run.name, "train")
+    note_start(folder, steps)
     end_in_order(partial(how_to_continue, folder))
     print_line((f"run folder {folder.root}", "dim"))
     if why := choose_runners(config.model.name, config.agent, how, how.batch_size * how.group_size):

@@ -256,3 +256,5 @@ _RULES: dict[str, Callable[[_Trend], str | None]] = {
     "repeated_answers": _repeated_answers,
     "sampler_trainer_difference": _sampler_trainer_difference,
 }
+ALERTS = (*_RULES, "held_out_falls")
+"""Their names, without ``alert/``."""

@@ -39,9 +39,9 @@ class OpenRun:
         return self.folder.name
 
     def current(self) -> Json:
-        """Return the run's row as it is now, with its ``state`` as ``state_of`` knows it."""
+        """Return the run's row as it is now: ``state`` by ``state_of``, ``name`` of its folder."""
         [row] = [row for row in self.store.runs() if row["id"] == self.id]
-        return row | {"state": state_of(self.folder, row)}
+        return row | {"state": state_of(self.folder, row), "name": self.name}
 
     def close(self) -> None:
         self.index.close()

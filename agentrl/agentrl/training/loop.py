@@ -364,6 +364,7 @@ class TrainingRun:
         if step:
             verify_in_background(self.store, self.run_id, self.display.note)
         self.display.begin(self.steps, step)
+        self.display.watch(self.store, self.run_id)
         health = self.session.wait_ready(self.display.note)
         self.guards.begin(step)
         if why := health["sampler"].get("why_not_lean"):

@@ -24,6 +24,7 @@ from agentrl.gateway.handle import GatewayHandle, fetch_model
 from agentrl.gateway.process import GatewayPlan, import_gateway
 from agentrl.runner.pool_client import start_pool
 from agentrl.runner.protocol import RunnerConfig
+from agentrl.runs.circumstances import note_failure
 from agentrl.runs.folder import RunFolder
 from agentrl.samplers.vllm.server import planned_server
 from agentrl.supervisor import SupervisedProcess
@@ -193,6 +194,8 @@ class Session:
             # Before anything is stopped, which may take longer than a signal leaves.
             with contextlib.suppress(Exception):  # the first error is the one to tell
                 self.store.db.patience_s = _FAREWELL_S
+                if not interrupted:
+                    note_failure(self.folder, error)
                 self.store.end_run(self.run_id, "interrupted" if interrupted else "failed")
         self._stop()
 

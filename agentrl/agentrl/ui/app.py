@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 
 from agentrl.config.errors import ConfigError
 from agentrl.config.secrets import MissingSecretError
+from agentrl.history.run_list import RunList
 from agentrl.history.sources import Sources
 from agentrl.history.vocabulary import Vocabularies
 from agentrl.ui.access import TokenGate
@@ -31,6 +32,7 @@ def create_app(root: Path) -> FastAPI:
     app = FastAPI(openapi_url=None, lifespan=_lifespan)
     app.state.sources, app.state.watcher = Sources(root), Watcher()
     app.state.vocabularies = Vocabularies()
+    app.state.run_list = RunList(app.state.sources)
     for router in PAGES:
         app.include_router(router)
     app.mount("/static", StaticFiles(directory=STATIC))

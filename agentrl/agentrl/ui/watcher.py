@@ -82,7 +82,8 @@ class Watcher:
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._ended, _PERIOD_S if self._watched else None)
+                if not self._ended:
+                    self._changed.wait(_PERIOD_S if self._watched else None)
                 if self._ended:
                     return
                 self._forget()

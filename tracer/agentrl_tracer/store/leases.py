@@ -88,6 +88,14 @@ class LeaseStore(RolloutStore):
         )
         return renewed == 1
 
+    def busy_runners(self, run_id: str) -> dict[str, float]:
+        """Return when each runner that has an attempt of the run was last heard of."""
+        heard = sa.func.max(t.attempts.c.heartbeat_at)
+        query = sa.select(t.attempts.c.runner, heard).group_by(t.attempts.c.runner)
+        query = query.join(t.rollouts, t.rollouts.c.id == t.attempts.c.rollout_id)
+        mine = t.attempts.c.state == AttemptState.RUNNING, t.rollouts.c.run_id == run_id
+        return {row[0]: row[1] for row in self.db.fetch_rows(query.where(*mine))}
+
     def expire_leases(self, now: float | None = None) -> list[str]:
         """Seal the attempts whose runner stopped heartbeating; return their ids."""
         overdue = t.attempts.c.lease_expires_at < (time.time() if now is None else now)

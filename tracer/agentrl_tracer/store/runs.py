@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -117,13 +117,35 @@ class RunStore(VerdictStore):
         if rows:
             self.db.execute(self.db.upsert(t.metrics, update=("value", "at")), rows)
 
-    def metrics(self, run_id: str) -> dict[int, dict[str, float]]:
-        """Return ``{step: {name: value}}``, steps ascending."""
+    def metrics(
+        self, run_id: str, names: Collection[str] | None = None, *, every: int = 1
+    ) -> dict[int, dict[str, float]]:
+        """Return ``{step: {name: value}}``, steps ascending.
+
+        Args:
+            names: leave others out.
+            every: of the steps keep multiples of this, those with an evaluation, and the newest.
+        """
         found: dict[int, dict[str, float]] = {}
-        query = sa.select(t.metrics).where(t.metrics.c.run_id == run_id)
-        for row in self.db.fetch(query.order_by(t.metrics.c.step)):
-            found.setdefault(row["step"], {})[row["name"]] = row["value"]
+        m = t.metrics.c
+        query = sa.select(m.step, m.name, m.value).where(m.run_id == run_id)
+        if names is not None:
+            query = query.where(self.db.among(m.name, names))
+        if every > 1:
+            rare = m.name.startswith("eval/"), m.name.contains("alert/")
+            query = query.where(
+                sa.or_(m.step % every == 0, m.step == self.last_step(run_id), *rare)
+            )
+        for step, name, value in self.db.fetch_rows(query.order_by(m.step)):
+            found.setdefault(step, {})[name] = value
         return found
+
+    def logged_at(self, run_id: str, name: str, last: int) -> dict[int, float]:
+        """Return when a metric of the newest ``last`` steps was logged, steps ascending."""
+        m = t.metrics.c
+        newest = (self.last_step(run_id) or 0) - last
+        query = sa.select(m.step, m.at).where(m.run_id == run_id, m.name == name, m.step > newest)
+        return {row[0]: row[1] for row in self.db.fetch_rows(query.order_by(m.step))}
 
     def last_step(self, run_id: str) -> int | None:
         """Return the newest step that has metrics."""

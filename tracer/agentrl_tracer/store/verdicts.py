@@ -132,6 +132,48 @@ class VerdictStore:
 
         return self.db.snapshot(work)
 
+    def judged(self, run_id: str, verdict: str, before: str = "", limit: int = 50) -> list[Json]:
+        """Return calls of one verdict by the index ``calls_accounting``, the newest first.
+
+        They come without tokens and texts; ``prompt`` and ``sampled`` count tokens.
+
+        Args:
+            verdict: ``trained``, ``pending`` or a skip reason.
+            before: ``place`` of the last call of the page before.
+
+        Raises:
+            ValueError: ``before`` is no place.
+        """
+        c = t.calls.c
+        # SQLite's index ends with the row's number; PostgreSQL knows how rare a verdict is.
+        row = c.id if self.db.is_remote else sa.literal_column("calls.rowid", sa.Integer)
+        step, _, last = before.partition(".")
+        number: Any = last if self.db.is_remote else int(last or 0)
+        query = sa.select(
+            row.label("row"), c.id, c.rollout_id, c.agent, c.model, c.adapter, c.adapter_version,
+            c.state, c.finish_reason, c.error, c.started_at, c.ended_at, c.trained_step,
+            sa.func.length(c.prompt_ids).label("prompt"),
+            sa.func.length(c.response_ids).label("sampled"),
+        ).where(c.run_id == run_id)  # fmt: skip
+        if verdict == _TRAINED:
+            query = query.where(_WAS_TRAINED).order_by(c.trained_step.desc(), row.desc())
+            if before:
+                query = query.where(sa.tuple_(c.trained_step, row) < sa.tuple_(int(step), number))
+        else:
+            reason = None if verdict == "pending" else verdict
+            query = query.where(
+                c.trained_step.is_(None), c.skip_reason.is_not_distinct_from(reason)
+            )
+            query = query.order_by(row.desc())
+            if before:
+                query = query.where(row < number)
+        found = self.db.fetch(query.limit(limit))
+        return [
+            {**call, "prompt": call["prompt"] // 4, "sampled": call["sampled"] // 4,
+             "place": f"{call['trained_step'] or ''}.{call['row']}"}
+            for call in found
+        ]  # fmt: skip
+
     def continuity(self, run_id: str) -> list[PromptKinds]:
         """Count how the prompts of a run's rollouts began, those of canceled ones left out.
 

@@ -19,6 +19,8 @@ const agentrlCharts = (() => {
     };
   }
 
+  const onAxis = (unit) => (value) => figure(value, unit === "%" ? unit : ""); // other units are in the title
+
   function figure(value, unit) {
     if (value === null || value === undefined || Number.isNaN(value)) return "–";
     if (unit === "%") return `${+(100 * value).toFixed(1)} %`;
@@ -113,7 +115,7 @@ const agentrlCharts = (() => {
         xAxis: axis(theme, { type: "value", name: chart.x, minInterval: 1, min: "dataMin", max: "dataMax", splitLine: { show: false } }),
         yAxis: axis(theme, {
           type: chart.log ? "log" : "value", name: chart.y, nameLocation: "end", nameGap: 8, scale: true, show: true,
-          axisLabel: { color: theme.faint, formatter: (value) => figure(value, chart.unit) },
+          axisLabel: { color: theme.faint, formatter: onAxis(chart.unit) },
         }),
         tooltip: {
           ...base.tooltip, trigger: "axis",
@@ -141,7 +143,7 @@ const agentrlCharts = (() => {
       const names = axis(theme, { type: "category", data: chart.names, inverse: chart.horizontal, splitLine: { show: false },
         axisLabel: { color: theme.faint, overflow: "truncate", interval: chart.horizontal || chart.names.length < 8 ? 0 : "auto",
           width: chart.horizontal ? (theme.narrow ? 100 : 190) : Math.max(40, (theme.narrow ? 280 : 480) / chart.names.length) } });
-      const values = axis(theme, { type: "value", axisLabel: { color: theme.faint, hideOverlap: true, formatter: (value) => figure(value, chart.unit) } });
+      const values = axis(theme, { type: "value", axisLabel: { color: theme.faint, hideOverlap: true, formatter: onAxis(chart.unit) } });
       const base = common(theme);
       return {
         ...base, legend: legend(theme, chart.series.map((one) => one.name)), series,
@@ -178,7 +180,7 @@ const agentrlCharts = (() => {
       const base = common(theme);
       return {
         ...base, grid: { left: 12, right: 16, top: 8, bottom: 28, containLabel: true },
-        xAxis: axis(theme, { type: "value", name: "seconds", min: "dataMin", max: "dataMax" }),
+        xAxis: axis(theme, { type: "value", name: "seconds", min: 0, max: Math.ceil(Math.max(...chart.spans.map((span) => span[2]))) }),
         yAxis: axis(theme, { type: "category", data: chart.lanes, inverse: true, splitLine: { show: false } }),
         tooltip: { ...base.tooltip, formatter: (one) => {
           const [lane, start, end, label] = chart.spans[one.dataIndex];
