@@ -58,9 +58,9 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     app.state.watcher.start()
     yield
     app.state.watcher.stop()
-    app.state.vocabularies.close()
     app.state.replayer.close()
     app.state.sources.close()
+    app.state.vocabularies.close()
 
 
 async def _said(request: Request, error: Exception) -> Response:
