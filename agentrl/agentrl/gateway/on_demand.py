@@ -15,7 +15,7 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from agentrl.config.settings import (
 )
 from agentrl.gateway.handle import GatewayHandle
 from agentrl.gateway.process import GatewayPlan
-from agentrl.runs.folder import RunFolder, find_adapters
+from agentrl.runs.folder import RunFolder
 from agentrl_proxy.server.listening import bind
 from agentrl_tracer.conventions import AGENT_HEADER, REQUEST_HEADER
 from agentrl_tracer.schemas import Call, Json
@@ -42,8 +42,7 @@ AGENT = "replay"
 """Marks a replay's call, as its agent. Its ``params["request_id"]`` is the id of the call that it
 repeats."""
 _IDLE_S = 600.0
-_START_S = 900.0
-_ANSWER_S = 900.0
+_LONGEST_S = 900.0  # for a start, and for an answer
 _POLL_S = 0.1
 
 
@@ -78,7 +77,6 @@ class Replay:
     state: str = "the gateway starts"
     """What is going on; ``done`` or ``failed`` in the end."""
     error: str = ""
-    began: float = field(default_factory=time.time)
 
     @property
     def is_over(self) -> bool:
@@ -93,11 +91,6 @@ def targets(folder: RunFolder) -> dict[str, Target]:
     for path in sorted(folder.adapters.glob("*/v*"), reverse=True):
         if path.name[1:].isdigit():
             found.append(Target(path.parent.name, int(path.name[1:]), _place(path)))
-    source = recorded(config, "model.adapter_path")
-    if not found and source:
-        with contextlib.suppress(ConfigError):
-            given = find_adapters(_from_start(folder, source), "model.adapter_path")
-            found = [Target(name, 0, str(path)) for name, path in given.items()]
     found.append(Target(_tables(folder, config)["model"].name))
     for name, settings in (config.get("models") or {}).items():
         with contextlib.suppress(ValidationError):  # its key is not in this environment
@@ -148,6 +141,7 @@ class Replayer:
             self._timer.cancel()
 
     def _work(self, folder: RunFolder, replay: Replay, path: str, body: Json) -> None:
+        ended = "failed"
         try:
             gateway = self._ready(folder)
             if replay.target.version is not None:
@@ -157,13 +151,14 @@ class Replayer:
                     raise RuntimeError(f"{replay.target.name} does not load: {problem[0]}")
             replay.state = "it is sampled"
             _ask(f"{gateway.url}/v1/{path}", self._key, replay.call_id, body)
-            replay.state = "done"
+            ended = "done"
         except Exception as error:
             replay.error = str(error) or type(error).__name__
-            replay.state = "failed"
-        self._timer = threading.Timer(self._idle_s, self.close)
-        self._timer.daemon = True
-        self._timer.start()
+        with self._lock:
+            self._timer = threading.Timer(self._idle_s, self.close)
+            self._timer.daemon = True
+            self._timer.start()
+            replay.state = ended
 
     def _ready(self, folder: RunFolder) -> GatewayHandle:
         """Return the gateway of a run, which answers.
@@ -180,7 +175,7 @@ class Replayer:
             self._gateway = GatewayHandle(_plan(folder, self._key), log, listening)
             self._folder = folder.root
             self._gateway.start()
-        gateway, until = self._gateway, time.monotonic() + _START_S
+        gateway, until = self._gateway, time.monotonic() + _LONGEST_S
         while gateway.health() is None:
             if gateway.could_not_start or gateway.deaths > 2 or time.monotonic() > until:
                 said = gateway.log_tail(5)
@@ -196,11 +191,12 @@ def _plan(folder: RunFolder, key: str) -> GatewayPlan:
     for other in others.values():
         other.fallbacks = [name for name in other.fallbacks if name in others]
     config = folder.read_config()
+    on_tinker = recorded(config, "run.backend") == "tinker"
     return GatewayPlan(
         **_tables(folder, config),
         gateway=GatewaySettings(),  # its own: nothing is forwarded
         models=others,
-        tinker=_table(TinkerSettings, config.get("tinker")) if _is_tinker(config) else None,
+        tinker=_table(TinkerSettings, config.get("tinker")) if on_tinker else None,
         store=str(folder.root / "replays.db"),
         operator_key=key,
         adapters=tuple({one.model: None for one in known if one.version is not None}),
@@ -210,24 +206,15 @@ def _plan(folder: RunFolder, key: str) -> GatewayPlan:
 def _tables(folder: RunFolder, config: Json) -> Json:
     """Return the tables of model and sampler; vLLM's is left out: the embedded sampler answers."""
     model = _table(ModelSettings, config.get("model"))
-    model.name = _from_start(folder, model.name)
+    start = folder.started_in.read_text() if folder.started_in.is_file() else ""
+    if start and (there := Path(start, model.name)).is_dir():  # it was relative to there
+        model.name = str(there)
     sampler = {k: v for k, v in (config.get("sampler") or {}).items() if k not in ("kind", "vllm")}
     return {"model": model, "sampler": _table(SamplerSettings, sampler)}
 
 
 def _table(kind: Any, found: Mapping[str, Any] | None) -> Any:
     return kind.model_validate({k: v for k, v in (found or {}).items() if k in kind.model_fields})
-
-
-def _from_start(folder: RunFolder, path: str) -> str:
-    """Return a path that was relative to where the run was started; other names as they are."""
-    start = folder.started_in.read_text() if folder.started_in.is_file() else ""
-    there = Path(start, path)
-    return str(there) if start and there.exists() else path
-
-
-def _is_tinker(config: Json) -> bool:
-    return recorded(config, "run.backend") == "tinker"
 
 
 def _place(adapter: Path) -> str:
@@ -270,7 +257,7 @@ def _ask(url: str, key: str, call_id: str, body: Json) -> None:
         RuntimeError: it was refused, for a reason that the message gives.
     """
     headers = {"authorization": f"Bearer {key}", AGENT_HEADER: AGENT, REQUEST_HEADER: call_id}
-    with httpx.Client(timeout=_ANSWER_S, trust_env=False) as client:
+    with httpx.Client(timeout=_LONGEST_S, trust_env=False) as client:
         answer = client.post(url, json=body, headers=headers)
     if not answer.is_success:
         with contextlib.suppress(ValueError, KeyError, TypeError):
