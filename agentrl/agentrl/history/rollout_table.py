@@ -11,11 +11,12 @@ import json
 import re
 import sqlite3
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from agentrl.config.errors import ConfigError
 from agentrl.history.index import COLUMNS, RolloutIndex
+from agentrl_tracer.schemas import Rollout
 
 _OPERATORS: dict[type[ast.cmpop], str] = {
     ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "=", ast.NotEq: "!=",
@@ -149,6 +150,66 @@ def _value(node: ast.expr, values: list[Any]) -> str:
 def _reward_column(name: str) -> str:
     quoted = json.dumps(name).replace("'", "''")
     return f"json_extract(rewards, '$.{quoted}')"
+
+
+@dataclass(frozen=True)
+class Beside:
+    """The rollouts before and after one, in an order that ``what`` names; ids."""
+
+    what: str
+    before: str | None
+    after: str | None
+
+
+def beside_in_task(index: RolloutIndex, rollout: Rollout) -> Beside:
+    """Return the rollouts of the same task before and after one, by step."""
+    place = rollout.step, rollout.group_id, rollout.index
+    at = 'purpose = ? AND task = ? AND (step, "group", "index")'
+    of = rollout.purpose, task_index(rollout)
+    return Beside("task", *(_first(index, f"{at} {how} (?, ?, ?)", (*of, *place), order)
+                            for how, order in (("<", "DESC"), (">", "ASC"))))  # fmt: skip
+
+
+def _first(index: RolloutIndex, where: str, values: Sequence[Any], order: str) -> str | None:
+    by = f'step {order}, "group" {order}, "index" {order}'
+    with index.read() as db:
+        sql = f"SELECT id FROM rollout WHERE {where} ORDER BY {by} LIMIT 1"
+        found = db.execute(sql, values).fetchone()
+    return found and found["id"]
+
+
+def beside_in_table(index: RolloutIndex, query: Query, rollout_id: str) -> Beside | None:
+    """Return what is before and after the rollout at ``query.offset`` of a table; None if it is no
+    longer there."""
+    first = max(query.offset - 1, 0)
+    rows = find_rollouts(index, replace(query, offset=first, limit=3)).rows
+    ids = [row["id"] for row in rows]
+    if rollout_id not in ids:
+        return None
+    return beside_in(ids, rollout_id, "table")
+
+
+def beside_in(ids: Sequence[str], rollout_id: str, what: str) -> Beside:
+    at = ids.index(rollout_id)
+    after = ids[at + 1] if at + 1 < len(ids) else None
+    return Beside(what, ids[at - 1] if at else None, after)
+
+
+def of_task(index: RolloutIndex, split: str, task: int, limit: int, offset: int) -> Page:
+    """Return a page of the rollouts of one task in order of their steps."""
+    where, values = "purpose = ? AND task = ?", (split, task)
+    with index.read() as db:
+        [total] = db.execute(f"SELECT count(*) FROM rollout WHERE {where}", values).fetchone()
+        found = db.execute(
+            f'SELECT * FROM rollout WHERE {where} ORDER BY step, "group", "index" LIMIT ? OFFSET ?',
+            (*values, limit, offset),
+        ).fetchall()
+    return Page([Row(dict(row), json.loads(row["rewards"])) for row in found], total)
+
+
+def task_index(rollout: Rollout) -> int:
+    """Return the place of a rollout's task in its split."""
+    return int(rollout.task_id.rpartition("-")[2])
 
 
 def members(index: RolloutIndex, group: str) -> Sequence[Row]:

@@ -13,6 +13,7 @@ from starlette.responses import HTMLResponse
 
 from agentrl import __version__
 from agentrl.history.sources import OpenRun, Sources
+from agentrl.ui.texts import markdown, plain
 
 _HERE = Path(__file__).parent
 STATIC = _HERE / "static"
@@ -56,6 +57,8 @@ _templates.filters |= {
     "duration": duration,
     "number": number,
     "percent": percent,
+    "plain": plain,
+    "markdown": markdown,
     "json": lambda value: json.dumps(value, ensure_ascii=False, indent=2),
 }
 _templates.globals |= {"version": __version__}
@@ -64,8 +67,12 @@ _templates.globals |= {"version": __version__}
 def page(request: Request, template: str, /, status: int = 200, **values: Any) -> HTMLResponse:
     """Render a template; ``here`` is the path and query of the page."""
     here = request.url.path + (f"?{request.url.query}" if request.url.query else "")
-    text = _templates.get_template(template).render(request=request, here=here, **values)
-    return HTMLResponse(text, status)
+    text = render(template, request=request, here=here, **values)
+    return HTMLResponse(text.encode(errors="replace"), status)  # agents send lone surrogates
+
+
+def render(template: str, /, **values: Any) -> str:
+    return _templates.get_template(template).render(**values)
 
 
 def sources(request: Request) -> Sources:

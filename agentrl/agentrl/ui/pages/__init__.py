@@ -1,6 +1,7 @@
 """The pages, a module for each kind. A page is a function that returns a rendered template."""
 
 from agentrl.ui.pages import (
+    call,
     calls,
     compare,
     evaluations,
@@ -17,6 +18,7 @@ PAGES = (
     rollouts.router,
     rollout.router,
     group.router,
+    call.router,
     calls.router,
     evaluations.router,
     compare.router,

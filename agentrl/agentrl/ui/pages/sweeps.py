@@ -1,7 +1,27 @@
-"""Sweeps over settings."""
+"""Sweeps over settings: the list of them, and one."""
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from agentrl.sweep.record import read_record, sweeps_in
+from agentrl.ui.sweep_charts import sweep_charts
+from agentrl.ui.views import page, sources
 
 router = APIRouter()
+
+
+@router.get("/sweeps")
+def sweeps_page(request: Request) -> Response:
+    root = sources(request).root
+    return page(request, "sweeps.html", sweeps=[read_record(root, one) for one in sweeps_in(root)])
+
+
+@router.get("/sweeps/{name}")
+def sweep_page(request: Request, name: str, seen: str = "") -> Response:
+    """Show a sweep; with ``seen``, answer 204 as long as nothing is new since then."""
+    record = read_record(sources(request).root, name)
+    if seen == record.version:
+        return Response(status_code=204)
+    return page(request, "sweep.html", record=record, charts=sweep_charts(record), links=True)

@@ -1,0 +1,60 @@
+"""``agentrl sweep``: search for the best values of settings."""
+
+from __future__ import annotations
+
+import shlex
+import time
+
+from agentrl.cli import Tokens
+from agentrl.config.commands import SweepConfig
+from agentrl.config.errors import ConfigError
+from agentrl.config.loading import load, load_tasks, steps_of
+from agentrl.console.output import console, print_block, print_line
+from agentrl.console.sweep_table import SweepDisplay, trials_table
+from agentrl.interrupts import end_in_order
+from agentrl.runner.agent_spec import validate_agent
+from agentrl.runs.folder import RunFolder
+from agentrl.runs.recorded import shown
+from agentrl.sweep.loop import Sweep
+from agentrl.sweep.space import read_space
+from agentrl.sweep.study import check_packages, open_study
+
+
+def sweep_command(*tokens: Tokens) -> None:
+    """Search for the best values of settings: each trial is a training run.
+
+    The file has a table [sweep] beside the settings of a training; docs/sweeps.md explains it. A
+    sweep that was ended, even by kill -9, goes on if it is started again with the same --name.
+    """
+    config = load(SweepConfig, tokens)
+    check_packages(config)
+    space = read_space(config)
+    if config.sweep.metric.startswith("eval/") and config.evaluation.tasks is None:
+        raise ConfigError(
+            f"sweep.metric: {config.sweep.metric!r} needs held-out tasks; set evaluation.tasks, "
+            "or take reward/mean"
+        )
+    validate_agent(config.agent.entrypoint, other_python=config.agent.python is not None)
+    steps = steps_of(config, load_tasks(config.agent.tasks, "agent.tasks"))
+    name = config.run.name or f"sweep-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = RunFolder(config.run.folder / name)
+    if folder.config.exists():
+        raise ConfigError(f"name: {shown(folder.root)} is a run; give the sweep another --name")
+    folder.lock()
+    study = open_study(folder, config, space, steps)
+    again = ["agentrl", "sweep", *tokens, *([] if config.run.name else ["--name", name])]
+    end_in_order(lambda: f"go on with:  {shlex.join(again)}", within_s=None)
+    print_line((f"sweep folder {folder.root}", "dim"))
+    with SweepDisplay(console, config.sweep.metric) as display:
+        record = Sweep(folder, config, space, study, steps, display).run()
+    print_block(trials_table(record, record.ranked()))
+    if record.importance:
+        parts = [f"{name} {share:.0%}" for name, share in record.importance.items()]
+        print_line(f"importance: {', '.join(parts)}")
+    if record.best is None:
+        raise RuntimeError("no trial is complete, so there is no best configuration")
+    from agentrl.ui.sweep_report import write_pictures
+
+    for path in write_pictures(folder, record):
+        print_line(f"wrote {shown(path)}")
+    print_line("train the best:  ", (record.best_command, "bold cyan"))
