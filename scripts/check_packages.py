@@ -31,6 +31,8 @@ EXTRAS = {
     "tensorboard": (False, "tensorboard"),
     "wandb": (False, "wandb"),
     "trackio": (False, "trackio"),
+    "mlflow": (False, "mlflow"),
+    "sweep": (False, "optuna"),
     "hello": (False, "openai"),
     "examples": (False, "crewai, langchain, langchain_openai, agents"),
     "dev": (True, "pytest, agentrl.training.loop"),

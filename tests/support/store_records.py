@@ -8,7 +8,16 @@ from typing import Any
 
 from call_records import make
 
-from agentrl_tracer.schemas import Call, Claim, NewRollout, Policies, Purpose, Reward, Span
+from agentrl_tracer.schemas import (
+    AttemptState,
+    Call,
+    Claim,
+    NewRollout,
+    Policies,
+    Purpose,
+    Reward,
+    Span,
+)
 from agentrl_tracer.store import Store
 from agentrl_tracer.store.calls import Delivery
 
@@ -45,3 +54,24 @@ def call_of(claim: Claim, name: str, **changes: Any) -> Call:
         attempt_id=claim.attempt_id, adapter="policy",
     )  # fmt: skip
     return replace(call, **changes)
+
+
+def record_answer(
+    store: Store, run_id: str, purpose: Purpose, step: int, said: tuple[str, str], reward: float
+) -> str:
+    """Record a rollout that asked once, was answered, and was rewarded; return its id.
+
+    Args:
+        said: what the agent asked, and what the model answered.
+    """
+    [task] = store.add_tasks(run_id, "eval" if purpose is Purpose.EVAL else "train", [{"n": 7}])
+    store.enqueue(run_id, [NewRollout(task, f"{purpose}-{step}", purpose, step, 0, seed=0)])
+    claim = claimed(store)
+    request = {"messages": [{"role": "user", "content": said[0]}]}
+    answer = {"choices": [{"message": {"role": "assistant", "content": said[1]}}]}
+    name = f"chatcmpl-{claim.attempt_id}"
+    call = call_of(claim, name, request=request, response=answer, response_logprobs=[-1.0])
+    earned = Reward(claim.attempt_id, claim.rollout_id, "reward", reward, key="k")
+    store.write_calls("boot", [], [call, Delivery(claim.attempt_id, [], [earned])], 1)
+    store.end_attempt(claim.attempt_id, AttemptState.SUCCEEDED)
+    return claim.rollout_id

@@ -5,12 +5,22 @@ Such names are those of runs, adapters, clients and saved states.
 
 from __future__ import annotations
 
+import os
 import re
+from pathlib import Path
 
 TINY_MODEL, SMOLLM2 = BUILT_IN = ("agentrl-tiny", "smollm2-135m")
 
 _LONGEST = 100  # a file system's limit is 255, of which staging folders need some
 _NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]*[A-Za-z0-9_-])?")
+_VERSION = 1
+"""Of the converted folder; another number makes it anew."""
+
+
+def smollm2_folder() -> Path:
+    """Return where the files of ``smollm2-135m`` are, once they are made."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "agentrl"
+    return cache / f"{SMOLLM2}-{_VERSION}"
 
 
 def check_name(name: object, field: str | None = None, *, dots: bool = True) -> str:

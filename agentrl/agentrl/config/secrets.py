@@ -24,6 +24,10 @@ _ALWAYS = (
     "PGPASSWORD",
     "TINKER_API_KEY",
 )
+_OF_TRACKERS = {
+    "wandb": ("WANDB_API_KEY",),
+    "mlflow": ("MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN"),
+}
 _NAMED = re.compile(r"os\.environ/([A-Za-z_][A-Za-z0-9_]*)")
 # Under a name that ends like this there is a secret. (``max_tokens`` is none, nor is
 # ``prompt_cache_key``: a key is one in a header only.)
@@ -182,8 +186,8 @@ def secret_variables(settings: Any) -> list[str]:
     names = [*_ALWAYS, vllm.get("key_env"), *variables_in(run)]
     for one in (recorded.get("models") or {}).values():
         names += [one.get("api_key_env"), *variables_in(one.get("params"))]
-    if "wandb" in (run.get("trackers") or []):
-        names.append("WANDB_API_KEY")
+    for tracker in run.get("trackers") or []:
+        names += _OF_TRACKERS.get(tracker, ())
     return [*filter(None, names)]
 
 

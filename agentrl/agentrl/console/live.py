@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, Self
 
 from rich.console import Console, Group
+from rich.control import Control
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+from rich.table import Table
 from rich.text import Text
 
 from agentrl.console.output import print_line, print_sentences
 from agentrl.console.report import facts, sparkline
+from agentrl.history.activity import Activity, activity_of
+from agentrl.runs.excerpts import excerpt
 from agentrl.runs.metric_names import DIFFERENCE, REWARD
-from agentrl_tracer.schemas import Accounting
+from agentrl_tracer.schemas import Accounting, Attempt, Rollout
+from agentrl_tracer.store import Store, StoreError
 
 _CURVE_WIDTH = 48
+_FAILURES = 3
+_LOOK_S = 1.0
 
 
 class TrainDisplay:
@@ -38,6 +47,10 @@ class TrainDisplay:
         self._rewards: list[float] = []
         self._held_out: list[float] = []
         self._accounting: Accounting | None = None
+        self._activity = Activity()
+        self._failures: dict[str, tuple[Rollout, Attempt]] = {}  # the newest last
+        self._ended = threading.Event()
+        self._size = console.size
         self._training_since: float | None = None
         self._progress = Progress(
             TextColumn("step [b]{task.completed}[/]/{task.total}"),
@@ -56,8 +69,25 @@ class TrainDisplay:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._phase = "stopped" if kind else "finished"
+        self._activity = Activity()
+        self._ended.set()
         if self._console.is_interactive:
             self._live.stop()
+
+    def watch(self, store: Store, run_id: str) -> None:
+        """On a terminal, look once a second at what the run's agents do."""
+        if self._console.is_interactive:
+            own = Store(store.url, patience_s=0, read_only=True)  # it must not wait
+            threading.Thread(target=self._look, args=(own, run_id), daemon=True).start()
+
+    def _look(self, store: Store, run_id: str) -> None:
+        while not self._ended.wait(_LOOK_S):
+            with contextlib.suppress(StoreError):  # the run itself says that the store is away
+                seen = activity_of(store, run_id, self._step, _FAILURES)
+                self._failures |= {one[1].id: one for one in reversed(seen.failures)}
+                if not self._ended.is_set():
+                    self._activity = seen
+        store.close()
 
     def begin(self, steps: int, done: int) -> None:
         """Show how far the run goes, and how much of it is done already."""
@@ -100,7 +130,9 @@ class TrainDisplay:
 
     def note(self, message: str) -> None:
         """Show something that went wrong and was dealt with, above the panel."""
-        print_sentences(f"note: {message}", "yellow", self._console)
+        # It may quote an agent's error, whose control characters the terminal would obey.
+        plain = "".join(one if one.isprintable() or one == "\n" else "\ufffd" for one in message)
+        print_sentences(f"note: {plain}", "yellow", self._console)
 
     def _print(self, line: str) -> None:
         if not self._console.is_interactive:
@@ -127,14 +159,34 @@ class TrainDisplay:
         return _duration(per_step * (self._steps - self._step))
 
     def _render(self) -> Panel:
+        if (size := self._console.size) != self._size:
+            # The terminal has wrapped the panel anew: its old lines are not where they were.
+            self._size = size
+            self._console.control(Control.clear(), Control.home())
         ahead = ""
         if self._ahead is not None:
             done, total = self._ahead()
             ahead = f"   rollouts of the next steps {done}/{total}"
+        running = f"   {self._activity.running} running" if self._activity.running else ""
         elapsed = f"   {_duration(time.perf_counter() - self._started)} elapsed"
-        phase = Text.assemble((self._phase, "bold cyan"), (ahead, "cyan"), (elapsed, "dim"))
-        parts = Group(self._progress, phase, facts(self._figures()))
+        phase = Text.assemble(
+            (self._phase, "bold cyan"), (ahead + running, "cyan"), (elapsed, "dim")
+        )
+        figures, books = facts(self._figures()), facts(self._books())
+        # What is longest comes last: a low terminal cuts it off.
+        parts = Group(self._progress, phase, figures, self._last_failures(), books)
         return Panel(parts, title=f"[b]{self._title}[/]", title_align="left", border_style="blue")
+
+    def _last_failures(self) -> Table:
+        """One line each, the newest first."""
+        table = Table.grid(padding=(0, 2), expand=True)
+        table.add_column(style="dim", no_wrap=True)
+        table.add_column(no_wrap=True)
+        table.add_column(no_wrap=True, ratio=1)
+        for rollout, attempt in list(self._failures.values())[: -_FAILURES - 1 : -1]:
+            error = excerpt((attempt.error or "").strip().rpartition("\n")[2]) or attempt.state
+            table.add_row(f"failed, step {rollout.step}", rollout.id, Text(error, "red"))
+        return table
 
     def _figures(self) -> Iterator[tuple[str, Text | str]]:
         reward = _signed(self._rewards[-1]) if self._rewards else "–"
@@ -146,9 +198,14 @@ class TrainDisplay:
             yield name, Text.assemble((value, f"bold {color}"), (f"  {drawn}", color))
         if row := self._row:
             yield "sampled", f"{row['tokens_per_second']:,.0f} tokens/s"
-            yield "sampler vs trainer", f"largest log-prob difference {row[DIFFERENCE]:.1e}"
+            yield "sampler, trainer", f"largest log-prob difference {row[DIFFERENCE]:.1e}"
         if beside := self._asynchronous():
             yield "rollouts", "  ".join(beside)
+        if since := self._activity.longest_since:
+            task = f"{_duration(time.time() - since)}  {self._activity.longest_task}"
+            yield "longest running", Text(task, no_wrap=True, overflow="ellipsis")
+
+    def _books(self) -> Iterator[tuple[str, Text]]:
         if a := self._accounting:
             yield "calls", Text(_calls(a), "" if a.adds_up else "bold red")
 

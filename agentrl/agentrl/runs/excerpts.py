@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+
 
 def excerpt(text: str) -> str:
-    """Return a text in one line of at most 240 characters."""
-    text = " ".join(text.split())
+    """Return a text in one line of at most 240 characters, without control characters."""
+    text = _CONTROL.sub("\ufffd", " ".join(text.split()))  # a terminal would obey them
     return text if len(text) <= 240 else f"{text[:239]}…"
 
 

@@ -49,6 +49,7 @@ class RunFolder:
         self.spent = self.root / "spent.json"
         self.checkpoints = self.root / "checkpoints"
         self.logs = self.root / "logs"
+        self.tokens = self.root / "tokens"  # what the trainer saw of each, see token_records
         self.metrics = self.root / "metrics.jsonl"
         self.picture = self.root / "learning_curve.png"
         self.summary = self.root / "summary.json"

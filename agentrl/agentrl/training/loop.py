@@ -18,6 +18,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from agentrl.config.algorithm import step_settings, update_settings
 from agentrl.config.checks import greedy_note
 from agentrl.config.commands import TrainConfig
@@ -27,6 +30,7 @@ from agentrl.findings import StepNotes, thought_marks
 from agentrl.guards.budget import BudgetSpentError
 from agentrl.guards.run_guards import Guards
 from agentrl.process_privacy import private_files
+from agentrl.runs import token_records
 from agentrl.runs.folder import strict
 from agentrl.runs.metric_names import REWARD
 from agentrl.runs.summary import Ending, Summary
@@ -46,7 +50,7 @@ from agentrl_tracer.store import Store
 from agentrl_trainer.client import AdamParams, APIFuture, RefusedRows, TrainingClient
 from agentrl_trainer.client.types import SavedPath
 from agentrl_trainer.data.adapter_split import AdapterBatches, AdapterRule, assemble_adapters
-from agentrl_trainer.data.batch_assembly import StepBatch
+from agentrl_trainer.data.batch_assembly import SeenRow, StepBatch
 from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.learner.optimizers import schedule_factor
 from agentrl_trainer.learner.step_stats import StepStats
@@ -109,6 +113,7 @@ def train_step(run: TrainingRun, step: int) -> None:
     row |= {"learning_rate": run.learning_rate(step), **seconds_row(timer), **seconds_row(parts)}
     run.guards.after_step(row, calls, taken.rollouts, whole.rewards)
     with timer("checkpoint"):
+        token_records.save_step(run.folder, step, calls, batches.by_adapter.values())
         written = run.checkpoint(step, row)
         run.save_versions(step)  # while the checkpoint is written
         run.result(written)
@@ -144,7 +149,7 @@ def update(
             return []
     passes: list[StepStats] = []
     for epoch in range(how.epochs):
-        seen = _epoch(run, client, batch.rows, adam, timer)
+        seen, logprobs = _epoch(run, client, batch.rows, adam, timer, logprobs=not epoch)
         if seen.skipped_non_finite:
             kept = run.result(client.finite_rows(batch.rows, how.loss, how.loss_config))
             if 0 < len(kept) < (count := len(batch.rows)):
@@ -153,13 +158,15 @@ def update(
                     "log-probs, a loss or a gradient that is not finite"
                 )
                 batch.keep_rows(kept, None if epoch else SkipReason.NON_FINITE)
-                seen = _epoch(run, client, batch.rows, adam, timer)
+                seen, logprobs = _epoch(run, client, batch.rows, adam, timer, logprobs=not epoch)
         passes.append(seen)
         if seen.skipped_non_finite:
             run.display.note("the loss or gradient was not finite: the step was not applied")
             if not epoch:
                 batch.refuse(SkipReason.NON_FINITE_STEP)
             break
+        if not epoch:
+            batch.first_pass = list(map(SeenRow, batch.rows, batch.calls_of_rows, logprobs))
     return passes
 
 
@@ -169,20 +176,26 @@ def _epoch(
     rows: Sequence[TrainingRow],
     adam: AdamParams,
     timer: PhaseTimer,
-) -> StepStats:
-    """Make one optimizer step. If anything in it is not finite, nothing is changed."""
+    *,
+    logprobs: bool,
+) -> tuple[StepStats, list[NDArray[np.float32]]]:
+    """Make one optimizer step. If anything in it is not finite, nothing is changed.
+
+    Returns its statistics and, with ``logprobs``, the log-probs before it: [tokens - 1] a row.
+    """
     how = update_settings(run.config)
     with timer("forward_backward"):
         # Normalized by the tokens of the whole step.
         added = client.forward_backward(
-            rows, how.loss, how.loss_config, normalize_by=None, logprobs=False
+            rows, how.loss, how.loss_config, normalize_by=None, logprobs=logprobs
         )
-        seen = run.result(added).stats
+        done = run.result(added)
     with timer("optimizer"):
         stepped = run.result(client.optim_step(adam)).metrics
-    refused = bool(seen.skipped_non_finite or stepped.get("skipped_non_finite"))
+    refused = bool(done.stats.skipped_non_finite or stepped.get("skipped_non_finite"))
     norm = stepped.get("grad_norm")  # not every service returns it
-    return replace(seen, grad_norm=norm, skipped_non_finite=refused)
+    seen = replace(done.stats, grad_norm=norm, skipped_non_finite=refused)
+    return seen, [one["logprobs"] for one in done.loss_fn_outputs]
 
 
 class TrainingRun:
@@ -267,6 +280,8 @@ class TrainingRun:
         # What prints into a deleted file is lost, and is bounded by nothing.
         unfinished = self.store.unfinished_ids(self.run_id, Purpose.TRAIN)
         self.folder.prune_logs(how.keep_logs, unfinished)
+        rollouts = self.config.rollouts.batch_size * self.config.rollouts.group_size
+        token_records.prune(self.folder, -(-how.keep_logs // rollouts))
         if how.keep_adapters is not None:
             # Rollouts that run ahead, and the versions that vLLM loads again when it recovers.
             keep = how.keep_adapters + self.config.rollouts.max_staleness
@@ -330,6 +345,7 @@ class TrainingRun:
         self.store.cancel(self.run_id, "the run was resumed", after_step=step, evaluated=evaluated)
         self.store.supersede(self.run_id, after_step=step)
         self.store.drop_adapters_after(self.run_id, step)
+        token_records.drop_after(self.folder, step)
         self.metrics_log.go_back(step, meta.get("row"))
         if max(made, default=step) > step:
             self.metrics_log.log(step, {"step": step, "went_back_from": max(made)})
@@ -348,6 +364,7 @@ class TrainingRun:
         if step:
             verify_in_background(self.store, self.run_id, self.display.note)
         self.display.begin(self.steps, step)
+        self.display.watch(self.store, self.run_id)
         health = self.session.wait_ready(self.display.note)
         self.guards.begin(step)
         if why := health["sampler"].get("why_not_lean"):

@@ -1,8 +1,8 @@
-"""Write each row of metrics once: ``metrics.jsonl``, the store, TensorBoard, W&B, trackio.
+"""Write each row of metrics once: ``metrics.jsonl``, the store, and experiment trackers.
 
-Trackers are optional packages, imported only when configured. One that fails is given up with a
-note: it never ends a run. After a resume, TensorBoard drops the steps that are made again; W&B and
-trackio keep what they were told first (the same numbers, for a synchronous run).
+A tracker that fails is given up with a note: it never ends a run. After a resume, TensorBoard drops
+the steps that are made again; the others keep what they were told first (the same numbers, for a
+synchronous run).
 """
 
 from __future__ import annotations
@@ -18,17 +18,11 @@ from agentrl.config.commands import TrainConfig
 from agentrl.config.errors import ConfigError
 from agentrl.runs.best_adapter import held_out_of
 from agentrl.runs.folder import RunFolder
-from agentrl.runs.metric_names import REWARD
+from agentrl.runs.metric_names import HELD_OUT, REWARD
 from agentrl.training.metrics import finite_numbers
+from agentrl.training.samples import samples_of
+from agentrl.training.trackers import PACKAGES, Samples, Tracker, open_tracker
 from agentrl_tracer.store import Store
-
-_MAY_HOLD_SECRETS: dict[str, Any] = {
-    "run": {"store"},
-    "models": True,
-    "sampler": {"vllm": {"url"}},
-    "gateway": {"forward_otlp"},
-}
-"""Settings with URLs or parameters that may hold passwords: no tracker gets them."""
 
 
 @dataclass(slots=True)
@@ -45,8 +39,7 @@ class MetricsLog:
     run_id: str
     note: Callable[[str], None]
     """Receives a message when a tracker fails."""
-    _trackers: dict[str, Any] = field(init=False, default_factory=dict[str, Any])
-    """Each has the interface of a run of W&B."""
+    _trackers: dict[str, Tracker] = field(init=False, default_factory=dict[str, Tracker])
     _told: dict[int, set[str]] = field(init=False, default_factory=lambda: defaultdict(set[str]))
     """The metrics of each step that were logged before a resume."""
 
@@ -57,7 +50,7 @@ class MetricsLog:
             except ImportError as error:
                 raise ConfigError(
                     f"run.trackers: {name} cannot be imported ({error}); "
-                    f"`pip install {name}`, or leave it out"
+                    f"`pip install {PACKAGES.get(name, name)}`, or leave it out"
                 ) from error
 
     def held_out(self) -> dict[int, float]:
@@ -78,7 +71,9 @@ class MetricsLog:
             self._told[int(row["step"])].update(row)
         for name in self.config.run.trackers:
             with self._given_up_if_it_fails(name):
-                self._trackers[name] = self._open(name, step if rows else None)
+                self._trackers[name] = open_tracker(
+                    name, self.folder, self.config, step if rows else None
+                )
         of_step = [row for row in rows if row["step"] == step]
         for row in of_step:  # the process may have died between the file and the others
             self._publish(step, row)
@@ -94,11 +89,20 @@ class MetricsLog:
         self.store.log_metrics(self.run_id, step, numbers)
         values = {name: value for name, value in numbers.items() if name != "step"}  # the axis
         news = {name: value for name, value in values.items() if name not in self._told[step]}
+        samples: Samples = ()
+        if HELD_OUT in values and self._trackers:
+            samples = samples_of(self.folder, self.store, self.run_id, step)
         for name, tracker in list(self._trackers.items()):
             with self._given_up_if_it_fails(name):
                 # TensorBoard has dropped what a resumed run repeats; the others ignore it.
                 if told := values if name == "tensorboard" else news:
-                    tracker.log(told, step=step)
+                    tracker.log(told, step, samples if HELD_OUT in told else ())
+
+    def show_picture(self, step: int) -> None:
+        """Log the learning curve as it is after the run's last step."""
+        for name, tracker in list(self._trackers.items()):
+            with self._given_up_if_it_fails(name):
+                tracker.picture(self.folder.picture, step)
 
     def close(self) -> None:
         for name, tracker in list(self._trackers.items()):
@@ -112,42 +116,3 @@ class MetricsLog:
         except Exception as error:  # a tracker's server may be away
             self._trackers.pop(name, None)
             self.note(f"tracker {name} was given up: {type(error).__name__}: {error}")
-
-    def _open(self, name: str, step: int | None) -> Any:
-        """Open a tracker; ``step`` is the one that a resumed run continues after."""
-        folder = self.folder
-        if name == "tensorboard":
-            return _TensorBoard(folder, step)
-        run_id = folder.run_id.read_text().strip()
-        settings = self.config.model_dump(mode="json", exclude=_MAY_HOLD_SECRETS)
-        common: dict[str, Any] = {"project": "agentrl", "resume": "allow", "config": settings}
-        if name == "trackio":
-            import trackio  # pyright: ignore[reportMissingImports]
-
-            # trackio resumes by name, and another run's folder may have the same one.
-            own_name = f"{folder.name}-{run_id[-8:]}"
-            return trackio.init(name=own_name, embed=False, auto_log_cpu=False, **common)
-        import wandb  # pyright: ignore[reportMissingImports]
-
-        # The run's own id: a resumed run continues in the same place.
-        return wandb.init(
-            name=folder.name, id=run_id, dir=str(folder.root),
-            settings={"console": "off"},  # the panel is drawn many times a second
-            **common,
-        )  # fmt: skip
-
-
-class _TensorBoard:
-    """TensorBoard behind the interface of W&B's run."""
-
-    def __init__(self, folder: RunFolder, step: int | None) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        # Readers drop what earlier files hold of this step and the ones after it.
-        self._writer: Any = SummaryWriter(str(folder.root / "tensorboard"), purge_step=step)
-        self.finish = self._writer.close
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()

@@ -29,6 +29,7 @@ def summarize(run: TrainingRun, step: int, ended: Ending | None) -> Summary:
     for name, final in folder.layout(folder.adapter, list(run.config.trained)).items():
         shutil.copytree(folder.adapter_version(name, step), final)
     draw_learning_curve(rows, f"{folder.name}: {run.config.model.name}", folder.picture)
+    run.metrics_log.show_picture(step)
     verified = run.store.verify(run.run_id)
     if verified.fault:
         run.display.note(f"the run's calls do not add up: {verified.fault}")

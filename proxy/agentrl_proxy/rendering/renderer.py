@@ -230,7 +230,7 @@ class Renderer:
     def _bytes_of(self, token_id: int) -> bytes:
         token = self.tokenizer.backend_tokenizer.id_to_token(token_id) or ""
         if self._byte_level and token_id not in self.tokenizer.added_tokens_decoder:
-            return bytes(_BYTE_OF[char] for char in token if char in _BYTE_OF)
+            return bytes(BYTE_OF[char] for char in token if char in BYTE_OF)
         return self.decode_raw([token_id]).encode() if token else b""
 
     def _written(self, messages: list[Message], **settings: Any) -> str:
@@ -307,8 +307,8 @@ def _with_text_arguments(message: Message) -> Message:
     return {**message, "tool_calls": calls}
 
 
-# The byte for each of GPT-2's printable stand-ins.
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-_BYTE_OF = {chr(byte): byte for byte in _PRINTABLE}
+BYTE_OF = {chr(byte): byte for byte in _PRINTABLE}
+"""By character, the byte that GPT-2's byte-level vocabularies write as it."""
 for _byte in sorted({*range(256)} - {*_PRINTABLE}):
-    _BYTE_OF[chr(0x100 + len(_BYTE_OF) - len(_PRINTABLE))] = _byte
+    BYTE_OF[chr(0x100 + len(BYTE_OF) - len(_PRINTABLE))] = _byte

@@ -6,10 +6,13 @@ from pathlib import Path
 from signal import SIGINT, SIGKILL, SIGTERM
 from typing import Any
 
+import numpy as np
 import pytest
 from documented_metrics import undocumented
+from numpy.typing import NDArray
 from training_run import Run
 
+from agentrl.runs import token_records
 from agentrl.runs.best_adapter import best_step
 from agentrl.runs.recorded import state_of
 from agentrl_tracer.schemas import Purpose, RolloutState
@@ -52,7 +55,47 @@ def killed_and_whole(
     assert [row["step"] for row in run.steps()] == [1, 2]
     assert run.weights() == whole.weights()
     assert run.accounting().trained == whole.accounting().trained
+    of_killed, of_whole = (check_tokens(each) for each in (run, whole))
+    for name in ("trainer", "advantage"):
+        assert of_killed[name].tolist() == of_whole[name].tolist()
     return run, whole
+
+
+def check_tokens(run: Run) -> dict[str, NDArray[np.float32]]:
+    """Compare what a run keeps of its tokens with what its learner reported and its store has."""
+    found: dict[str, list[NDArray[np.float32]]] = {"trainer": [], "advantage": []}
+    reported = {row["step"]: row for row in run.steps()}
+    calls = {call.id: call for call in run.calls()}
+    for step, row in reported.items():
+        ids = [call.id for call in calls.values() if call.trained_step == step]
+        seen = {name: token_records.read_call(run.folder, step, name) for name in ids}
+        assert all(seen.values())
+        assert sorted(ids) == sorted(_ids(run, step))
+        trainer, advantage, sampler = [], [], []
+        for name in _ids(run, step):
+            one = seen[name]
+            assert one is not None
+            assert len(one.trainer) == len(one.advantage) == len(calls[name].response_ids)
+            trainer += [*one.trainer]
+            advantage += [*one.advantage]
+            sampler += [*calls[name].response_logprobs] if one.sampler is None else [*one.sampler]
+        assert len(trainer) == row["tokens/trained"]
+        assert -np.mean(trainer) == pytest.approx(row["entropy"], rel=1e-5)
+        assert [max(advantage), min(advantage)] == pytest.approx(
+            [row["advantage/max"], row["advantage/min"]], rel=1e-6
+        )
+        apart = np.abs(np.subtract(trainer, sampler))
+        assert np.mean(apart) == pytest.approx(
+            row["sampler_trainer/mean_logprob_difference"], rel=1e-3
+        )
+        found["trainer"].append(np.array(trainer))
+        found["advantage"].append(np.array(advantage))
+    return {name: np.concatenate(parts) for name, parts in found.items()}
+
+
+def _ids(run: Run, step: int) -> list[str]:
+    with np.load(run.folder.tokens / f"{step:06d}.npz") as file:
+        return [name.decode() for name in file["calls"]]
 
 
 def test_two_adapters_with_a_value_function_are_killed_while_they_learn(tmp_path: Path) -> None:

@@ -30,6 +30,8 @@ from agentrl_tracer.store.rewards import RewardStore
 
 _ROLLOUT_COLUMNS = [t.rollouts.c[name] for name in Rollout.__dataclass_fields__]
 _ATTEMPT_COLUMNS = [t.attempts.c[name] for name in Attempt.__dataclass_fields__]
+_STATE, _PURPOSE = map([*Rollout.__dataclass_fields__].index, ("state", "purpose"))
+_ATTEMPT_STATE = [*Attempt.__dataclass_fields__].index("state")
 _UNFINISHED = t.rollouts.c.state.in_([RolloutState.QUEUED, RolloutState.RUNNING])
 
 # Statements of the hot path are built once: building one costs as much as executing it.
@@ -186,9 +188,7 @@ class RolloutStore(RewardStore):
         query = sa.select(*_ROLLOUT_COLUMNS).where(*_of_run(run_id, step, purpose))
         if ids is not None:
             query = query.where(self.db.among(t.rollouts.c.id, ids))
-        rows = self.db.fetch(query.order_by(t.rollouts.c.ordinal))
-        types = {"state": RolloutState, "purpose": Purpose}
-        return [Rollout(**{**row, **{k: f(row[k]) for k, f in types.items()}}) for row in rows]
+        return [_rollout(row) for row in self.db.fetch_rows(query.order_by(t.rollouts.c.ordinal))]
 
     def rollout_ids_after(self, run_id: str, last: str, limit: int) -> list[str]:
         """Return the ids of the next ``limit`` rollouts that were queued after ``last``."""
@@ -204,8 +204,31 @@ class RolloutStore(RewardStore):
         """Return the attempts of these rollouts in order of their start."""
         mine = self.db.among(t.attempts.c.rollout_id, rollout_ids)
         query = sa.select(*_ATTEMPT_COLUMNS).where(mine)
-        rows = self.db.fetch(query.order_by(t.attempts.c.started_at))
-        return [Attempt(**{**row, "state": AttemptState(row["state"])}) for row in rows]
+        return [
+            _attempt(row) for row in self.db.fetch_rows(query.order_by(t.attempts.c.started_at))
+        ]
+
+    def newest_attempts(
+        self,
+        run_id: str,
+        states: Collection[AttemptState],
+        since_step: int,
+        limit: int | None = None,
+    ) -> list[tuple[Rollout, Attempt]]:
+        """Return attempts of some states and their rollouts, of ``since_step`` and later steps.
+
+        The one that began last comes first.
+        """
+        query = (
+            sa.select(*_ROLLOUT_COLUMNS, *_ATTEMPT_COLUMNS)
+            .join_from(t.rollouts, t.attempts, t.attempts.c.rollout_id == t.rollouts.c.id)
+            .where(t.rollouts.c.run_id == run_id, t.rollouts.c.step >= since_step)
+            .where(t.attempts.c.state.in_(states))
+            .order_by(t.attempts.c.started_at.desc())
+        )
+        found = self.db.fetch_rows(query.limit(limit))
+        cut = len(_ROLLOUT_COLUMNS)
+        return [(_rollout(row[:cut]), _attempt(row[cut:])) for row in found]
 
     def outcomes(
         self, run_id: str, *, step: int | None = None, purpose: Purpose | None = None
@@ -241,6 +264,18 @@ class RolloutStore(RewardStore):
         """Assign rollouts to another step than they were queued for."""
         mine = self.db.among(t.rollouts.c.id, ids)
         self.db.execute(t.rollouts.update().where(mine).values(step=step))
+
+
+def _rollout(row: Sequence[Any]) -> Rollout:
+    values = list(row)
+    values[_STATE], values[_PURPOSE] = RolloutState(values[_STATE]), Purpose(values[_PURPOSE])
+    return Rollout(*values)
+
+
+def _attempt(row: Sequence[Any]) -> Attempt:
+    values = list(row)
+    values[_ATTEMPT_STATE] = AttemptState(values[_ATTEMPT_STATE])
+    return Attempt(*values)
 
 
 def _of_run(run_id: str, step: int | None, purpose: Purpose | None) -> list[sa.ColumnElement[bool]]:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from statistics import fmean, pstdev
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from agentrl_tracer.schemas import Call, Reward, Rollout, SkipReason
 from agentrl_trainer.data.advantages import (
@@ -41,6 +41,10 @@ from agentrl_trainer.data.state_grouping import anchor_states
 from agentrl_trainer.data.training_row import TrainingRow, to_training_row, with_extra
 from agentrl_trainer.data.trajectories import Trajectory, build_trajectories, call_order
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
 LengthNormalization = Literal["token", "sequence", "constant", "rollout"]
 
 
@@ -52,6 +56,14 @@ class StepSettings(SkipRules, CreditSettings):
     length_constant: int = 1024  # tokens; for length_normalization constant
 
 
+class SeenRow(NamedTuple):
+    """A row in the first epoch, before the update."""
+
+    row: TrainingRow
+    calls: list[str]
+    logprobs: NDArray[np.float32]  # [tokens - 1]: of every token but the first; 0 where none trains
+
+
 @dataclass(slots=True)
 class StepBatch:
     """Invariant: each call of the step is in ``trained`` or in ``skipped``, never in both."""
@@ -59,6 +71,8 @@ class StepBatch:
     rows: list[TrainingRow] = field(default_factory=list[TrainingRow])
     calls_of_rows: list[list[str]] = field(default_factory=list[list[str]])
     """The ids of the calls that each row trains."""
+    first_pass: list[SeenRow] = field(default_factory=list[Any])
+    """What the learner saw of each row that trained, once it has."""
     trained: set[str] = field(default_factory=set[str])
     skipped: dict[str, SkipReason] = field(default_factory=dict[str, SkipReason])
     rewards: dict[str, float | None] = field(default_factory=dict[str, float | None])

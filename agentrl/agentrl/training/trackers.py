@@ -1,0 +1,163 @@
+"""Experiment trackers behind one interface: TensorBoard, W&B, trackio, MLflow.
+
+Each is an optional package, imported when it is opened. ``log`` takes the numbers of a step or an
+evaluation and a table of rollouts, ``picture`` the learning curve as it is at a step.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from agentrl.config.commands import TrainConfig
+from agentrl.config.setting_names import flattened
+from agentrl.runs.folder import RunFolder
+
+PACKAGES = {"mlflow": "mlflow-skinny"}
+"""What to install where the package has another name than the tracker."""
+SAMPLES, PICTURE = "samples", "learning_curve"
+_PROJECT = "agentrl"
+_MAY_HOLD_SECRETS: dict[str, Any] = {
+    "run": {"store"},
+    "models": True,
+    "sampler": {"vllm": {"url"}},
+    "gateway": {"forward_otlp"},
+}
+"""Settings with URLs or parameters that may hold passwords: no tracker gets them."""
+_TABLES = "mlflow.loggedArtifacts"  # the tag by which MLflow finds tables
+_BATCH = 100  # parameters of one request to MLflow
+_LONGEST = 6000  # characters of a parameter
+
+Cell = str | float | None
+Samples = Sequence[Mapping[str, Cell]]
+"""Rows of a table; all have the same columns."""
+
+
+def open_tracker(name: str, folder: RunFolder, config: TrainConfig, step: int | None) -> Tracker:
+    """Open a tracker; ``step`` is the one that a resumed run continues after."""
+    group, run_id = config.run.group, folder.run_id.read_text().strip()
+    if name == "tensorboard":
+        return _TensorBoard(folder.root / "tensorboard" / (group or ""), step)
+    settings = config.model_dump(mode="json", exclude=_MAY_HOLD_SECRETS)
+    if name == "mlflow":
+        return _MLflow(folder.name, run_id, group, settings)
+    common: dict[str, Any] = {"project": _PROJECT, "group": group, "resume": "allow"}
+    common["config"] = settings
+    if name == "trackio":
+        import trackio  # pyright: ignore[reportMissingImports]
+
+        # trackio resumes by name, and another run's folder may have the same one.
+        own_name = f"{folder.name}-{run_id[-8:]}"
+        opened = trackio.init(name=own_name, embed=False, auto_log_cpu=False, **common)
+        return _WandB(trackio, opened)
+    import wandb  # pyright: ignore[reportMissingImports]
+
+    # The run's own id: a resumed run continues in the same place.
+    opened = wandb.init(
+        name=folder.name, id=run_id, dir=str(folder.root),
+        settings={"console": "off"},  # the panel is drawn many times a second
+        **common,
+    )  # fmt: skip
+    return _WandB(wandb, opened)
+
+
+class _WandB:
+    """A run of W&B, or of trackio, which has the same interface."""
+
+    def __init__(self, module: Any, run: Any) -> None:
+        self._module, self._run = module, run
+        self.finish = run.finish
+
+    def log(self, values: Mapping[str, float], step: int, samples: Samples) -> None:
+        told: dict[str, Any] = dict(values)
+        if samples:
+            rows = [list(row.values()) for row in samples]
+            told[SAMPLES] = self._module.Table(columns=list(samples[0]), data=rows)
+        self._run.log(told, step=step)
+
+    def picture(self, path: Path, step: int) -> None:
+        self._run.log({PICTURE: self._module.Image(str(path))}, step=step)
+
+
+class _TensorBoard:
+    def __init__(self, folder: Path, step: int | None) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # Readers drop what earlier files hold of this step and the ones after it.
+        self._writer: Any = SummaryWriter(str(folder), purge_step=step)
+        self.finish = self._writer.close
+
+    def log(self, values: Mapping[str, float], step: int, samples: Samples) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        if samples:
+            self._writer.add_text(SAMPLES, _markdown(samples), step)
+        self._writer.flush()
+
+    def picture(self, path: Path, step: int) -> None:
+        from matplotlib.image import imread
+
+        self._writer.add_image(PICTURE, imread(path), step, dataformats="HWC")
+
+
+class _MLflow:
+    """An experiment is the group, or ``agentrl``; the run's id is a tag, by which it is resumed."""
+
+    def __init__(
+        self, name: str, run_id: str, group: str | None, settings: Mapping[str, Any]
+    ) -> None:
+        import mlflow  # pyright: ignore[reportMissingImports]
+        from mlflow.entities import Metric, Param  # pyright: ignore[reportMissingImports]
+
+        self._client, self._metric = mlflow.MlflowClient(), Metric
+        experiment = mlflow.set_experiment(f"{_PROJECT}/{group}" if group else _PROJECT)
+        place, tag = experiment.experiment_id, f"{_PROJECT}.run"
+        if found := self._client.search_runs([place], f"tags.`{tag}` = '{run_id}'"):
+            self._id = found[0].info.run_id
+            self._client.update_run(self._id, status="RUNNING")
+            return
+        self._id = self._client.create_run(place, run_name=name, tags={tag: run_id}).info.run_id
+        given = [Param(key, str(value)[:_LONGEST]) for key, value in flattened(settings).items()]
+        for at in range(0, len(given), _BATCH):
+            self._client.log_batch(self._id, params=given[at : at + _BATCH])
+
+    def log(self, values: Mapping[str, float], step: int, samples: Samples) -> None:
+        now = int(time.time() * 1000)
+        told = [self._metric(name, value, now, step) for name, value in values.items()]
+        self._client.log_batch(self._id, metrics=told)
+        if samples:  # as its log_table writes them, which needs pandas
+            rows = [list(row.values()) for row in samples]
+            path = f"{SAMPLES}/{step:06d}.json"
+            self._client.log_dict(self._id, {"columns": list(samples[0]), "data": rows}, path)
+            tags = self._client.get_run(self._id).data.tags
+            tables = [*json.loads(tags.get(_TABLES, "[]")), {"path": path, "type": "table"}]
+            self._client.set_tag(self._id, _TABLES, json.dumps(tables))
+
+    def picture(self, path: Path, step: int) -> None:
+        self._client.log_artifact(self._id, str(path))
+
+    def finish(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+def _markdown(samples: Samples) -> str:
+    """Return a table whose cells are plain text, whatever an agent has written into them."""
+    lines = [list(samples[0]), ["---"] * len(samples[0])]
+    lines += [[_cell(value) for value in row.values()] for row in samples]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(value: Cell) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    text = html.escape("" if value is None else str(value))
+    # TensorBoard writes what is left of Markdown as links, pictures and headings.
+    marked = "".join(f"&#{ord(one)};" if one in "\\`*_{}[]()#+!|~:" else one for one in text)
+    return "<br>".join(marked.splitlines())
+
+
+Tracker = _TensorBoard | _WandB | _MLflow
