@@ -27,9 +27,9 @@ def test_figures_of_several_curves_stand_in_one_table_by_x() -> None:
     table = lines("r", "Rate", series, unit="%", href="/at?x={x}")["table"]
     assert table["head"] == ["step", "a", "b"]
     assert table["rows"] == [
-        [{"text": 0, "href": "/at?x=0"}, "50 % (25 % to 75 %)", None],
-        [{"text": 2, "href": "/at?x=2"}, "100 %", "–"],
-        [{"text": 3, "href": "/at?x=3"}, None, "0 %"],
+        [{"text": "0", "href": "/at?x=0"}, "50 % (25 % to 75 %)", None],
+        [{"text": "2", "href": "/at?x=2"}, "100 %", "–"],
+        [{"text": "3", "href": "/at?x=3"}, None, "0 %"],
     ]
 
 
