@@ -52,6 +52,7 @@ HOSTILE = (
     "<style>body { display: none }</style> \x1b[31mred\x1b[0m \u202eback\n"
     "</script></textarea></title>{{ 7 * 7 }}\n"
 )
+KINDS = ("first", "last", "wrong", "hostile", "failed", "long")
 LONG_LINE = "long " * 2_000_000
 TOOL_ANSWER = "The archive says: 17 comes after 16."
 
@@ -64,8 +65,8 @@ class Recorded:
     name: str = "known"
     other: str = "other"
     ids: dict[str, str] = field(default_factory=dict)
-    """Rollouts by what they show: ``first``, ``last``, ``failed``, ``hostile``, ``long``; and the
-    group of the hostile one as ``group``."""
+    """Rollouts by what they show (``KINDS``), the group of the hostile one as ``group``, and its
+    second call as ``call``."""
 
     @property
     def run(self) -> str:
@@ -78,7 +79,13 @@ class Recorded:
             "runs": "/",
             "run": self.run,
             "rollouts": f"{self.run}/rollouts",
-            "search": f"{self.run}/rollouts?where=reward%3E0&search=archive&sort=-reward",
+            "search": f"{self.run}/rollouts?where=reward>0&search=archive&sort=-reward",
+            **{kind: f"{self.run}/rollouts/{self.ids[kind]}" for kind in KINDS},
+            "call": f"{self.run}/calls/{self.ids['call']}",
+            "raw": f"{self.run}/calls/{self.ids['call']}/raw",
+            "sweeps": "/sweeps",
+            "group": f"{self.run}/groups/{self.ids['group']}",
+            "task": f"{self.run}/tasks/eval/5",
         }
 
 
@@ -200,6 +207,8 @@ class _Run:
         assert claim.rollout_id == rollout_id
         if kind:
             self.ids[kind] = rollout_id
+        if kind == "hostile":
+            self.ids["call"] = f"chatcmpl-{claim.attempt_id}-1"
         said = {"hostile": HOSTILE, "long": LONG_LINE}.get(kind, "")
         number = claim.task["n"]
         answer = f"I am {number}." if right else f"I am the number after {number - 1}, I think."
