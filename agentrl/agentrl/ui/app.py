@@ -15,6 +15,7 @@ from starlette.staticfiles import StaticFiles
 
 from agentrl.config.errors import ConfigError
 from agentrl.config.secrets import MissingSecretError
+from agentrl.gateway.on_demand import Replayer
 from agentrl.history.run_list import RunList
 from agentrl.history.sources import Sources
 from agentrl.history.vocabulary import Vocabularies
@@ -30,7 +31,7 @@ def create_app(root: Path, stores: Sequence[str] = ()) -> FastAPI:
     """Make the app over the runs below ``root``, and those in PostgreSQL ``stores``."""
     app = FastAPI(openapi_url=None, lifespan=_lifespan)
     app.state.sources, app.state.watcher = Sources(root, stores), Watcher()
-    app.state.vocabularies = Vocabularies()
+    app.state.vocabularies, app.state.replayer = Vocabularies(), Replayer()
     app.state.run_list = RunList(app.state.sources)
     for router in PAGES:
         app.include_router(router)
@@ -55,6 +56,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     app.state.watcher.start()
     yield
     app.state.watcher.stop()
+    app.state.replayer.close()
     app.state.sources.close()
     app.state.vocabularies.close()
 
