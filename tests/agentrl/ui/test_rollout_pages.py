@@ -24,7 +24,7 @@ def test_a_rollout_shows_its_trace_conversations_and_output(client: TestClient, 
     assert text.count(TOOL_ANSWER) >= 2  # the tool's span, and the message
     assert "<strong>I am" in text
     assert "Let me see." in text[text.index("Reasoning") :]
-    assert "continues an earlier call&#39;s exact tokens" in text
+    assert "continues an earlier call's exact tokens" in text
     assert "rendered anew: first call" in text
     assert re.search(r'<rect x="[\d.]+" y="2" width="[\d.]+"', text)
     assert "asking about" in text[text.index("<h2>Output</h2>") :]
