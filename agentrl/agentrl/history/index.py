@@ -111,7 +111,7 @@ class RolloutIndex:
     def _prepare(self) -> sqlite3.Connection:
         """Return the connection that writes, with the layout in place."""
         with self._lock:
-            if self._writer is not None:
+            if self._writer is not None and self.path.exists():  # else it was pruned
                 return self._writer
             db = sqlite3.connect(self.path, check_same_thread=False, isolation_level=None)
             if db.execute("PRAGMA user_version").fetchone()[0] not in (0, VERSION):
@@ -162,7 +162,8 @@ class RolloutIndex:
 
 def _searched(asked: str, answered: str) -> str:
     """Return what a search looks through: words beyond ``_MOST_SAID`` of each are not found."""
-    return f"{asked[:_MOST_SAID]}\n{answered[:_MOST_SAID]}"
+    text = f"{asked[:_MOST_SAID]}\n{answered[:_MOST_SAID]}"
+    return text.encode(errors="replace").decode()  # SQLite takes no lone surrogates
 
 
 def _summary(
