@@ -25,3 +25,18 @@ def test_one_task_is_found_by_its_split_and_place(store: Store) -> None:
     store.add_tasks(run_id, "eval", [{"n": 7}])
     assert store.task(run_id, "train", 1) == {"n": 1}
     assert store.task(run_id, "eval", 1) is None
+
+
+def test_metrics_are_thinned_but_for_evaluations_alerts_and_the_newest(store: Store) -> None:
+    run_id = store.create_run("test", "train", {})
+    for step in range(1, 8):
+        store.log_metrics(run_id, step, {"loss": float(step), "other": 1.0})
+    store.log_metrics(run_id, 5, {"eval/accuracy": 0.5, "a/alert/truncation": 1.0})
+    names = ["loss", "eval/accuracy", "a/alert/truncation"]
+    assert store.metrics(run_id, names, every=3) == {
+        3: {"loss": 3.0},
+        5: {"eval/accuracy": 0.5, "a/alert/truncation": 1.0},
+        6: {"loss": 6.0},
+        7: {"loss": 7.0},
+    }
+    assert list(store.logged_at(run_id, "loss", 2)) == [6, 7]
