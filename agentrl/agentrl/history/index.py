@@ -17,7 +17,7 @@ from agentrl_tracer.schemas import Attempt, Call, Reward, Rollout, RolloutState
 from agentrl_tracer.store import Store
 from agentrl_trainer.data.rewards import by_rollout, rollout_reward, winning_rewards
 
-VERSION = 2
+VERSION = 3
 """Of the layout; a file of another version is made anew."""
 _STEP = 200
 """Rollouts that one call of ``fill`` looks at."""
@@ -51,7 +51,8 @@ ended."""
 _LAYOUT = f"""
 CREATE TABLE rollout ({", ".join(f'"{name}" {kind}' for name, kind in COLUMNS.items())});
 CREATE INDEX by_place ON rollout (purpose, step, "group", "index");
-CREATE INDEX by_task ON rollout (purpose, task, step);
+CREATE INDEX by_task ON rollout (purpose, task, step, "group", "index");
+CREATE INDEX by_group ON rollout ("group", "index");
 CREATE INDEX by_status ON rollout (status, id);
 CREATE INDEX unfinished ON rollout (final) WHERE final = 0;
 CREATE TABLE call (id TEXT, rollout TEXT);
@@ -113,7 +114,8 @@ class RolloutIndex(IndexFile):
 
 def _searched(asked: str, answered: str) -> str:
     """Return what a search looks through: words beyond ``_MOST_SAID`` of each are not found."""
-    return f"{asked[:_MOST_SAID]}\n{answered[:_MOST_SAID]}"
+    text = f"{asked[:_MOST_SAID]}\n{answered[:_MOST_SAID]}"
+    return text.encode(errors="replace").decode()  # SQLite takes no lone surrogates
 
 
 def _summary(
