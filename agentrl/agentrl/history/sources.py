@@ -60,7 +60,11 @@ class OpenRun:
     def current(self) -> Json:
         """Return the run's row as it is now: ``state`` by ``state_of``, ``name`` of its folder."""
         row = self.store.run(self.id) or self.row
-        return row | {"name": self.name, "state": state_of(self.folder, row)}
+        return row | {"name": self.name, "path": self.path, "state": state_of(self.folder, row)}
+
+    def fill(self) -> bool:
+        """Bring the index further up to date; False if there was nothing new."""
+        return self.index.fill(self.store, self.id)
 
     def close(self) -> None:
         self.index.close()
@@ -82,7 +86,11 @@ class OpenServed:
         return f"/served/{quote(self.name, safe='')}"
 
     def current(self) -> Json:
-        return {"state": "running"}
+        return {"name": self.name, "path": self.path, "state": "running", "config": {}}
+
+    def fill(self) -> bool:
+        """Bring the index further up to date; False if there was nothing new."""
+        return self.index.fill(self.store, self.id)
 
     def close(self) -> None:
         self.index.close()

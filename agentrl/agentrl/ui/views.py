@@ -6,17 +6,20 @@ import json
 import time
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from fastapi import Request
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from starlette.responses import HTMLResponse
 
 from agentrl import __version__
-from agentrl.history.sources import OpenRun, Sources
+from agentrl.history.sources import OpenRun, OpenServed, Sources
 from agentrl.ui.texts import markdown, plain
+from agentrl_tracer.schemas import Feedback
 
 _HERE = Path(__file__).parent
 STATIC = _HERE / "static"
+AUTHOR_COOKIE = "agentrl-author"
 
 
 def when(seconds: float | None) -> str:
@@ -84,3 +87,23 @@ def run_of(request: Request, name: str) -> OpenRun:
     run = sources(request).open(name)
     request.app.state.watcher.look_at(run)
     return run
+
+
+def source_of(request: Request, name: str) -> OpenRun | OpenServed:
+    """Return the run, or on pages below /served the store, that a path names."""
+    if not request.url.path.startswith("/served/"):
+        return run_of(request, name)
+    return sources(request).served(name)
+
+
+def _feedback_on(request: Request, rollout_id: str | None, call_id: str | None) -> list[Feedback]:
+    source = source_of(request, request.path_params["name"])
+    rollouts = [rollout_id] if rollout_id and not call_id else None
+    return source.store.feedback(source.id, rollout_ids=rollouts, call_id=call_id)
+
+
+def _author_of(request: Request) -> str:
+    return unquote(request.cookies.get(AUTHOR_COOKIE, ""))
+
+
+_templates.globals |= {"feedback_on": _feedback_on, "author_of": _author_of}

@@ -12,10 +12,11 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-from agentrl.history.sources import OpenRun
+from agentrl.history.sources import OpenRun, OpenServed
 from agentrl_tracer.store import StoreError
 
 log = logging.getLogger("agentrl")
+Followed = OpenRun | OpenServed
 
 _PERIOD_S = 1.0
 _FORGET_S = 30.0  # without a page that looks
@@ -24,7 +25,7 @@ _REST_S = 0.02  # between two steps of filling: a training beside it must not no
 
 @dataclass
 class _Watched:
-    run: OpenRun
+    run: Followed
     looked_at: float = field(default_factory=time.monotonic)
     pages: int = 0
     """Live pages that are open."""
@@ -50,7 +51,7 @@ class Watcher:
             self._changed.notify_all()
         self._thread.join(5)
 
-    def look_at(self, run: OpenRun) -> None:
+    def look_at(self, run: Followed) -> None:
         """Follow a run for the next half minute."""
         with self._changed:
             known = self._watched.get(run.name)
@@ -105,7 +106,7 @@ class Watcher:
     def _follow(self, one: _Watched) -> None:
         run = one.run
         began = time.monotonic()
-        while run.index.fill(run.store, run.id) and not self._ended:
+        while run.fill() and not self._ended:
             time.sleep(_REST_S)
             if time.monotonic() - began > _PERIOD_S:  # other runs wait
                 break

@@ -153,7 +153,7 @@ class RunStore(VerdictStore):
         query = sa.select(m.step, m.at).where(m.run_id == run_id, m.name == name, m.step > newest)
         return {row[0]: row[1] for row in self.db.fetch_rows(query.order_by(m.step))}
 
-    def last_step(self, run_id: str) -> int | None:
+    def last_step(self, run_id: str | None) -> int | None:
         """Return the newest step that has metrics."""
         query = sa.select(sa.func.max(t.metrics.c.step)).where(t.metrics.c.run_id == run_id)
         return self.db.fetch_rows(query)[0][0]

@@ -11,6 +11,7 @@ from agentrl.ui.pages import (
     rollout,
     rollouts,
     runs,
+    served,
     sweeps,
     tokens,
 )
@@ -27,5 +28,6 @@ PAGES = (
     evaluations.router,
     compare.router,
     feedback.router,
+    served.router,
     sweeps.router,
 )

@@ -13,9 +13,9 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from agentrl.history.conversation import Message, answered, asked, shown_before
-from agentrl.history.sources import OpenRun
+from agentrl.history.sources import OpenRun, OpenServed
 from agentrl.ui.texts import MOST
-from agentrl.ui.views import page, run_of
+from agentrl.ui.views import page, source_of
 from agentrl_tracer.schemas import Call, Json
 
 router = APIRouter()
@@ -83,9 +83,10 @@ def cut_message(message: Message, most: int = MOST) -> Said:
 
 
 @router.get("/runs/{name}/calls/{call_id}")
+@router.get("/served/{name}/calls/{call_id}")
 def call_page(request: Request, name: str, call_id: str, first: int = 0) -> Response:
     """Show a call as chat, or its ``first`` messages; without the page around if htmx asks."""
-    run = run_of(request, name)
+    run = source_of(request, name)
     call = _call(run, call_id)
     if first > 0:
         shown, left_out = _fit(asked(call.request)[:first])
@@ -96,9 +97,10 @@ def call_page(request: Request, name: str, call_id: str, first: int = 0) -> Resp
 
 
 @router.get("/runs/{name}/calls/{call_id}/raw")
+@router.get("/served/{name}/calls/{call_id}/raw")
 def raw_page(request: Request, name: str, call_id: str) -> Response:
     """Show the request and the answer as recorded, and the request as a command."""
-    run = run_of(request, name)
+    run = source_of(request, name)
     call, row = _call(run, call_id), run.current()
     raw = {
         what: _json(body)
@@ -109,9 +111,10 @@ def raw_page(request: Request, name: str, call_id: str) -> Response:
 
 
 @router.get("/runs/{name}/calls/{call_id}/{what}.json")
+@router.get("/served/{name}/calls/{call_id}/{what}.json")
 def download(request: Request, name: str, call_id: str, what: str) -> Response:
     """Send the recorded request or answer as a file of text."""
-    call = _call(run_of(request, name), call_id)
+    call = _call(source_of(request, name), call_id)
     body = {"request": call.request, "answer": call.response}.get(what)
     if body is None:
         raise HTTPException(404, f"call {call_id} has no {what}")
@@ -130,14 +133,14 @@ def _part(request: Request, template: str, **values: Any) -> Response:
     return page(request, template, is_part=is_part, **values)
 
 
-def _call(run: OpenRun, call_id: str) -> Call:
+def _call(run: OpenRun | OpenServed, call_id: str) -> Call:
     call = run.store.call(call_id)
     if call is None or call.run_id != run.id:
         raise HTTPException(404, f"{call_id!r} is no call of {run.name}")
     return call
 
 
-def _previous(run: OpenRun, call: Call) -> list[list[Message]]:
+def _previous(run: OpenRun | OpenServed, call: Call) -> list[list[Message]]:
     """Return the conversation of the call before this one in its attempt."""
     if call.attempt_id is None:
         return []

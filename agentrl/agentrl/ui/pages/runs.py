@@ -25,7 +25,7 @@ from agentrl.runs.circumstances import circumstances, why_failed
 from agentrl.runs.folder import how_to_fetch
 from agentrl.runs.recorded import shown
 from agentrl.ui.run_charts import books, metric_names, run_charts
-from agentrl.ui.views import page, run_of
+from agentrl.ui.views import page, run_of, sources
 
 router = APIRouter()
 _MOST_POINTS = 200
@@ -41,7 +41,8 @@ def runs_page(
     found = [run for run in runs if run.matches(text, state, tag, archived)]
     return page(
         request, "runs.html", runs=found, faults=faults, total=len(runs), text=text, state=state,
-        tag=tag, archived=archived, states=sorted({run.state for run in runs}),
+        served=sources(request).served_names(), tag=tag, archived=archived,
+        states=sorted({run.state for run in runs}),
         tags=sorted({one for run in runs for one in run.notes.tags}),
     )  # fmt: skip
 
