@@ -1,4 +1,4 @@
-"""Runs with known content, pages over them, and a browser; each made once a session."""
+"""Runs with known content, pages over them, and a browser."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def link(recorded: Recorded) -> Iterator[str]:
         yield link
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # no longer: Playwright's event loop would break async tests
 def browser() -> Iterator[Any]:
     if not has_browser():
         pytest.skip(INSTALL_CHROMIUM)
