@@ -84,6 +84,8 @@ class Recorded:
             "call": f"{self.run}/calls/{self.ids['call']}",
             "raw": f"{self.run}/calls/{self.ids['call']}/raw",
             "sweeps": "/sweeps",
+            "group": f"{self.run}/groups/{self.ids['group']}",
+            "task": f"{self.run}/tasks/eval/5",
         }
 
 

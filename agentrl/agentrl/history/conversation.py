@@ -7,12 +7,15 @@ provider's bodies may have any shape: what is not understood is shown as JSON.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from agentrl.runs.excerpts import text_of
 from agentrl_tracer.schemas import Call
+
+_THINKING = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)  # of servers that leave it in
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,9 @@ def _messages(item: dict[str, Any]) -> list[Message]:
             case _:
                 texts.append(_text(part))
     text = "".join(texts)
+    if role == "assistant" and (found := _THINKING.match(text)):
+        thoughts.append(found[1].strip())
+        text = text[found.end() :]
     if not (text or thoughts or tools) and results:
         return results
     call = str(item.get("tool_call_id") or "")

@@ -8,12 +8,14 @@ from collections.abc import Mapping
 from typing import Any
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+_MOST_READ = 4_000  # characters: agents write lines of megabytes
 
 
 def excerpt(text: str) -> str:
     """Return a text in one line of at most 240 characters, without control characters."""
-    text = _CONTROL.sub("\ufffd", " ".join(text.split()))  # a terminal would obey them
-    return text if len(text) <= 240 else f"{text[:239]}…"
+    shown = " ".join(text[:_MOST_READ].split())
+    shown = _CONTROL.sub("\ufffd", shown)  # a terminal would obey them
+    return shown if len(shown) <= 240 and len(text) <= _MOST_READ else f"{shown[:239]}…"
 
 
 def prompt_excerpt(request: Mapping[str, Any] | None) -> str:

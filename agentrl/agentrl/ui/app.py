@@ -18,6 +18,7 @@ from agentrl.config.errors import ConfigError
 from agentrl.config.secrets import MissingSecretError
 from agentrl.history.run_list import RunList
 from agentrl.history.sources import Sources
+from agentrl.history.vocabulary import Vocabularies
 from agentrl.ui.access import TokenGate
 from agentrl.ui.pages import PAGES
 from agentrl.ui.views import STATIC, page
@@ -30,6 +31,7 @@ def create_app(root: Path) -> FastAPI:
     """Make the app over the runs below ``root``."""
     app = FastAPI(openapi_url=None, lifespan=_lifespan)
     app.state.sources, app.state.watcher = Sources(root), Watcher()
+    app.state.vocabularies = Vocabularies()
     app.state.run_list = RunList(app.state.sources)
     for router in PAGES:
         app.include_router(router)
@@ -56,6 +58,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     yield
     app.state.watcher.stop()
     app.state.sources.close()
+    app.state.vocabularies.close()
 
 
 async def _said(request: Request, error: Exception) -> Response:

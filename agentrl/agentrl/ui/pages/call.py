@@ -52,16 +52,21 @@ def chat_of(call: Call, earlier: Sequence[Sequence[Message]] = ()) -> Chat:
     """Prepare a call for the page, without the messages that earlier conversations show."""
     messages, answer = asked(call.request), answered(call)
     before = shown_before(messages, earlier)
+    shown, left_out = _fit(messages[before:])
+    return Chat(call, before, shown, left_out, answer and cut_message(answer))
+
+
+def _fit(messages: Sequence[Message]) -> tuple[list[Said], int]:
+    """Cut messages to what a page shows; return how many are left out, too."""
     shown: list[Said] = []
     left = _SHOWN_OF_CALL
-    for message in messages[before:]:
+    for message in messages:
         if left <= 0:
             break
-        said = _cut(message, min(MOST, left))
+        said = cut_message(message, min(MOST, left))
         left -= max(_LEAST, len(said.message.text) + len(said.message.reasoning))
         shown.append(said)
-    left_out = len(messages) - before - len(shown)
-    return Chat(call, before, shown, left_out, answer and _cut(answer, MOST))
+    return shown, len(messages) - len(shown)
 
 
 def conversation(call: Call) -> list[Message]:
@@ -70,19 +75,24 @@ def conversation(call: Call) -> list[Message]:
     return asked(call.request) + ([answer] if answer else [])
 
 
-def _cut(message: Message, most: int) -> Said:
+def cut_message(message: Message, most: int = MOST) -> Said:
+    """Cut each text of a message after ``most`` characters."""
     tools = tuple(replace(one, arguments=one.arguments[:most]) for one in message.tools[:50])
     text, reasoning = message.text[:most], message.reasoning[:most]
     return Said(replace(message, text=text, reasoning=reasoning, tools=tools), len(message.text))
 
 
 @router.get("/runs/{name}/calls/{call_id}")
-def call_page(request: Request, name: str, call_id: str, whole: bool = False) -> Response:
-    """Show a call as chat; only its part of the page if htmx asks. ``whole``: all its messages."""
+def call_page(request: Request, name: str, call_id: str, first: int = 0) -> Response:
+    """Show a call as chat, or its ``first`` messages; without the page around if htmx asks."""
     run = run_of(request, name)
     call = _call(run, call_id)
-    chat = chat_of(call, [] if whole else _previous(run, call))
-    return _part(request, "call.html", run=run.current(), chat=chat)
+    if first > 0:
+        shown, left_out = _fit(asked(call.request)[:first])
+        chat = Chat(call, 0, shown, left_out, None)
+    else:
+        chat = chat_of(call, _previous(run, call))
+    return _part(request, "call.html", run=run.current(), chat=chat, first=first)
 
 
 @router.get("/runs/{name}/calls/{call_id}/raw")

@@ -175,7 +175,7 @@ def _chats(run: OpenRun, calls: Sequence[Call]) -> list[tuple[Call, Chat | None]
             continue
         chat = chat_of(whole, earlier)
         earlier.append(conversation(whole))
-        shown += sum(len(said.message.text) for said in chat.asked)
+        shown += sum(said.length for said in chat.asked)
         found.append((call, chat))
     return found
 

@@ -1,20 +1,25 @@
-"""The table of a run's rollouts."""
+"""The table of a run's rollouts, and the rollouts of one task across steps."""
 
 from __future__ import annotations
 
 from fastapi import APIRouter, Request
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from agentrl.config.errors import ConfigError
-from agentrl.history.rollout_table import Page, Query, find_rollouts
+from agentrl.history.conversation import Message, answered
+from agentrl.history.rollout_table import NAMES, Page, Query, Row, find_rollouts, of_task
+from agentrl.history.sources import OpenRun
 from agentrl.ui.views import page, run_of
 
 router = APIRouter()
 _PER_PAGE = 50
-_COLUMNS = (
-    "step", "purpose", "task", "index", "status", "reward", "attempts", "calls", "tokens",
-    "seconds", "agent", "error",
-)  # fmt: skip
+_COLUMNS = {
+    "step": "Step", "task": "Rollout", "status": "Status", "reward": "Reward",
+    "attempts": "Attempts", "calls": "Calls", "prompt_tokens": "Prompt tokens",
+    "tokens": "Sampled tokens", "seconds": "Took", "started_at": "Started", "agent": "Agent",
+    "error": "Error",
+}  # fmt: skip
 
 
 @router.get("/runs/{name}/rollouts")
@@ -30,6 +35,50 @@ def rollouts_page(
         found, fault = Page([], 0), str(error)
     held, there = run.index.progress(run.store, run.id)
     return page(
-        request, "rollouts.html", run=run.current(), columns=_COLUMNS, found=found, query=query,
-        fault=fault, held=held, there=there,
+        request, "rollouts.html", run=run.current(), columns=_columns(found), found=found,
+        query=query, fault=fault, held=held, there=there, names=NAMES,
     )  # fmt: skip
+
+
+@router.get("/runs/{name}/tasks/{split}/{index}")
+def task_page(request: Request, name: str, split: str, index: int, at: int = 0) -> Response:
+    """Show how the answer to one task changed."""
+    run = run_of(request, name)
+    task = run.store.task(run.id, split, index)
+    if task is None:
+        raise HTTPException(404, f"{name} has no task {split} {index}")
+    found = of_task(run.index, split, index, _PER_PAGE, max(at, 0))
+    last = of_task(run.index, split, index, 1, max(found.total - 1, 0)).rows
+    first = of_task(run.index, split, index, 1, 0).rows
+    return page(
+        request, "task.html", run=run.current(), split=split, index=index, task=task, found=found,
+        at=max(at, 0), per_page=_PER_PAGE, ends=first + last if found.total > 1 else [],
+        answers=_answers(run, [*first, *last, *found.rows]),
+        beside=[one for one in (index - 1, index + 1) if _is_task(run, split, one)],
+    )  # fmt: skip
+
+
+def _columns(found: Page) -> dict[str, str]:
+    """Return the names of the columns; rewards besides the plain one follow their sum."""
+    rewards = sorted({name for row in found.rows for name in row.rewards} - {"reward"})
+    columns: dict[str, str] = {}
+    for name, title in _COLUMNS.items():
+        columns[name] = title
+        if name == "reward":
+            columns |= {f"rewards.{reward}": reward for reward in rewards}
+    return columns
+
+
+def _is_task(run: OpenRun, split: str, index: int) -> bool:
+    return run.store.task(run.id, split, index) is not None
+
+
+def _answers(run: OpenRun, rows: list[Row]) -> dict[str, Message]:
+    """Return the last answer of each rollout that succeeded, by rollout."""
+    rollouts = run.store.rollouts(run.id, ids=[row["id"] for row in rows])
+    winners = {rollout.winner for rollout in rollouts} - {None}
+    found: dict[str, Message] = {}
+    for call in run.store.last_calls([winner for winner in winners if winner]):
+        if call.choice == 0 and call.rollout_id and (answer := answered(call)):
+            found[call.rollout_id] = answer
+    return found

@@ -1,0 +1,125 @@
+"""Rollouts, calls, groups and tasks, as pages over recorded runs."""
+
+from __future__ import annotations
+
+import re
+from html import unescape
+
+from starlette.testclient import TestClient
+from ui_pages import HOSTILE, LONG_LINE, TOOL_ANSWER, Recorded
+
+
+def _rollout(recorded: Recorded, name: str) -> str:
+    return f"{recorded.run}/rollouts/{recorded.ids[name]}"
+
+
+def test_a_rollout_shows_its_trace_conversations_and_output(client: TestClient, recorded) -> None:
+    text = client.get(_rollout(recorded, "first")).text
+    for said in ("invoke_agent solver", "execute_tool look_up", "policy@0", "correct", "clarity"):
+        assert said in text, said
+    shown = [text.index(f'id="call-chatcmpl-{part}') for part in re.findall(
+        r'id="call-chatcmpl-([^"]+)"', text)]  # fmt: skip
+    assert len(shown) == 3
+    assert "Earlier messages of this conversation: 2" in text[shown[1] :]
+    assert text.count(TOOL_ANSWER) >= 2  # the tool's span, and the message
+    assert "<strong>I am" in text
+    assert "Let me see." in text[text.index("Reasoning") :]
+    assert "continues an earlier call&#39;s exact tokens" in text
+    assert "rendered anew: first call" in text
+    assert re.search(r'<rect x="[\d.]+" y="2" width="[\d.]+"', text)
+    assert "asking about" in text[text.index("<h2>Output</h2>") :]
+    assert 'style="' not in text
+
+
+def test_hostile_texts_are_shown_and_do_nothing(client: TestClient, recorded: Recorded) -> None:
+    for path in (_rollout(recorded, "hostile"), _rollout(recorded, "failed"),
+                 f"{recorded.run}/groups/{recorded.ids['group']}"):  # fmt: skip
+        text = client.get(path).text
+        assert not re.search(r"<script(?! src=\"/static/)|<img|<svg onload|<style|\x1b", text)
+        assert "javascript:" not in re.findall(r'href="([^"]*)"', text)
+        assert "&lt;script&gt;window.hacked" in text
+
+
+def test_a_long_line_is_cut_and_can_be_saved_whole_as_text(client: TestClient, recorded) -> None:
+    page = client.get(_rollout(recorded, "long"))
+    assert len(page.content) < 300_000
+    link = re.findall(r'href="([^"]+/request.json)"', page.text)[0]
+    saved = client.get(link)
+    assert saved.headers["content-type"] == "text/plain; charset=utf-8"
+    assert saved.headers["content-disposition"].startswith("attachment")
+    assert LONG_LINE.strip() in saved.text
+    raw = client.get(link.replace("request.json", "raw")).text
+    assert len(raw) < 100_000
+    assert "@request.json" in raw
+
+
+def test_the_raw_request_is_a_command_with_the_key_left_out(client: TestClient, recorded) -> None:
+    text = client.get(_rollout(recorded, "first")).text
+    [link, *_] = re.findall(r'hx-get="([^"]+/raw)"', text)
+    raw = client.get(link, headers={"hx-request": "true"}).text
+    assert "<html" not in raw
+    assert "Authorization: Bearer $OPENAI_API_KEY" in unescape(raw)
+    assert "/v1/chat/completions" in raw
+    assert "<html" in client.get(link).text
+
+
+def test_earlier_messages_come_on_demand(client: TestClient, recorded: Recorded) -> None:
+    text = client.get(_rollout(recorded, "first")).text
+    [link] = re.findall(r'hx-get="([^"]+\?first=2)"', text)
+    earlier = client.get(link, headers={"hx-request": "true"}).text
+    assert "Which number is 0?" in earlier
+    assert "look_up" in earlier
+    assert TOOL_ANSWER not in earlier
+    alone = client.get(link.split("?")[0]).text
+    assert "Which number is 0?" not in alone
+    assert TOOL_ANSWER in alone
+
+
+def test_the_output_of_an_attempt_is_saved_as_text(client: TestClient, recorded: Recorded) -> None:
+    path = f"{_rollout(recorded, 'hostile')}/log"
+    saved = client.get(f"{path}/1")
+    assert saved.headers["content-type"] == "text/plain; charset=utf-8"
+    assert saved.text.endswith(HOSTILE)
+    assert client.get(f"{path}/2").status_code == 404
+    assert client.get(f"{recorded.run}/rollouts/none").status_code == 404
+    assert client.get(f"{recorded.run}/calls/none").status_code == 404
+
+
+def test_a_group_shows_rewards_advantages_and_where_tokens_part(client: TestClient, recorded):
+    rows = client.get(f"{recorded.run}/rollouts?where=step==1 and purpose=='train'").text
+    link = re.findall(r'href="([^"]+/groups/[^"]+)"', rows)[0]
+    text = client.get(link).text
+    assert re.search(r"[+-]0\.\d{4}", text)
+    assert "the same for all 4" in text
+    assert "<mark>" in text
+    assert "messages that all have" in text
+    assert client.get(f"{recorded.run}/groups/none").status_code == 404
+
+
+def test_a_task_shows_its_answers_in_order_of_steps(client: TestClient, recorded) -> None:
+    text = client.get(f"{recorded.run}/tasks/eval/1").text
+    assert "I am 13." in text[text.index("First, step 0") : text.index("Last, step 4")]
+    assert "the number after 12" in text[text.index("Last, step 4") :]
+    steps = re.findall(r'<td class="figure">(\d)</td>\n<td><a class="row"', text)
+    assert steps == ["0", "2", "4"]
+    assert client.get(f"{recorded.run}/tasks/eval/99").status_code == 404
+
+
+def test_links_lead_to_the_rollouts_beside_in_table_group_and_task(client: TestClient, recorded):
+    table = client.get(f"{recorded.run}/rollouts?sort=-reward").text
+    links = [unescape(link) for link in re.findall(r'class="row" id="[^"]+" href="([^"]+)"', table)]
+    assert len(links) == 50
+    text = unescape(client.get(links[7]).text)
+    assert f'href="{links[6]}" rel="prev"' in text
+    assert f'href="{links[8]}" rel="next"' in text
+    assert "in the group" in text
+    last = client.get(_rollout(recorded, "wrong")).text
+    assert "Previous</a>" in last[: last.index("in the task")]
+    assert "Next</a>" not in last[: last.index("in the task")]
+
+
+def test_the_table_has_a_column_for_each_named_reward(client: TestClient, recorded) -> None:
+    text = client.get(f"{recorded.run}/rollouts?sort=-rewards.clarity").text
+    assert re.search(r'aria-sort="descending"><a [^>]+>clarity</a>', text)
+    assert "Sampled tokens" in text
+    assert client.get(f"{recorded.run}/rollouts?where=reward<").text.count('role="alert"') == 1
