@@ -153,6 +153,12 @@ def _with(setting: str, value: str, **more: str) -> dict[str, Any]:
     return nested(**{**needed, setting: value, **more})
 
 
+def test_agents_do_not_get_the_keys_of_trackers() -> None:
+    keys = {*secret_variables({"run": {"trackers": ["wandb", "mlflow", "tensorboard"]}})}
+    assert {"WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN"} <= keys
+    assert not any(name.startswith("MLFLOW") for name in secret_variables({"run": {}}))
+
+
 def test_the_stores_password_is_recorded_as_a_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     given = TrainConfig.model_validate(_with("run.store", STORE.format("p%40ss")))
     written = as_recorded(given.model_dump(mode="json"))
