@@ -87,8 +87,6 @@ class Recorded:
             "task": f"{self.run}/tasks/eval/{_TASKS - 1}",
             "calls": f"{self.run}/calls?verdict=other_agent",
             "sweeps": "/sweeps",
-            "group": f"{self.run}/groups/{self.ids['group']}",
-            "task": f"{self.run}/tasks/eval/5",
         }
 
 
