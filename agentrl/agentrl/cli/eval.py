@@ -19,7 +19,7 @@ from agentrl.config.loading import load, load_tasks
 from agentrl.console.output import print_block, print_line, print_sentences
 from agentrl.console.report import facts
 from agentrl.runner.agent_spec import validate_agent
-from agentrl.runs.statistics import pass_at_k, task_interval
+from agentrl.runs.statistics import pass_estimates
 from agentrl.training.evaluation import plan_evaluation
 from agentrl.training.metrics import count_failures
 from agentrl_tracer.schemas import Reward, Rollout
@@ -117,17 +117,16 @@ def score(rollouts: Sequence[Rollout], rewards: Sequence[Reward], success: float
         reward = earned[rollout.id]
         by_task.setdefault(rollout.task_id, []).append(reward is not None and reward >= success)
     outcomes = list(by_task.values())
-    samples = min(map(len, outcomes))
-    ks = sorted({2**i for i in range(samples.bit_length())} | {samples}) if samples > 1 else []
-    chances = {k: [pass_at_k(sum(task), len(task), k) for task in outcomes] for k in {1, *ks}}
+    chances = pass_estimates([(sum(task), len(task)) for task in outcomes])
+    several = {k: one for k, one in chances.items() if len(chances) > 1}
     given = [reward for reward in earned.values() if reward is not None]
     return Scores(
         tasks=len(outcomes),
         rollouts=len(rollouts),
         successes=sum(map(sum, outcomes)),
-        accuracy=fmean(chances[1]),
-        interval=task_interval(chances[1], samples),
-        pass_at={k: fmean(chances[k]) for k in ks},
-        pass_at_interval={k: task_interval(chances[k], samples) for k in ks},
+        accuracy=chances[1].rate,
+        interval=chances[1][1:],
+        pass_at={k: one.rate for k, one in several.items()},
+        pass_at_interval={k: one[1:] for k, one in several.items()},
         reward=fmean(given) if given else None,
     )

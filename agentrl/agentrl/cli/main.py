@@ -45,17 +45,24 @@ for _name, _help in (_COMMANDS | _OTHERS).items():
     _own = _OWN_FLAGS if _name in _COMMANDS else {}
     app.command(f"agentrl.cli.{_module}:{_module}_command", name=_name, help=_help, **_own)
 app.command(runs_app)
-runs_app.command("agentrl.cli.runs:list_command", name="list", help="List the runs in a folder.")
-runs_app.command(
-    "agentrl.cli.runs:show_command",
-    name="show",
-    help="Show a run's steps and calls, or the trace of one of its rollouts.",
-)
-runs_app.command(
-    "agentrl.cli.runs:verify_command",
-    name="verify",
-    help="Count a run's calls one by one, and compare them with its sums.",
-)
+_RUNS = {
+    "list": ("listing", "List the runs in a folder."),
+    "show": ("listing", "Show a run: its steps, evaluations, and where its calls went."),
+    "rollouts": ("rollouts", "List the rollouts of a run that match."),
+    "rollout": ("rollouts", "Show the trace of one rollout."),
+    "compare": ("comparing", "Compare runs: settings, curves, held-out success."),
+    "calls": (
+        "rollouts",
+        "List the newest calls of a run, or those that were served.",
+    ),
+    "export": ("exporting", "Write rollouts as JSON lines, Parquet, chats or preference pairs."),
+    "prune": ("pruning", "Delete what ended runs no longer need."),
+    "verify": ("listing", "Count a run's calls one by one, and compare them with its sums."),
+}
+for _name, (_module, _help) in _RUNS.items():
+    runs_app.command(f"agentrl.cli.runs.{_module}:{_name}_command", name=_name, help=_help)
+
+app.register_install_completion_command(help="Complete commands and flags in this shell.")
 
 
 def _keep_secrets(tokens: list[str]) -> None:

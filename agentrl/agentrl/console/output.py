@@ -6,11 +6,17 @@ Sentences wrap between words, and never within a path. A pipe or a file has no w
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import sys
 import textwrap
+from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.text import Text
+
+from agentrl.runs.folder import strict
 
 _UNLIMITED = 100_000
 
@@ -47,6 +53,15 @@ def print_block(what: RenderableType, to: Console = console) -> None:
     with to.capture() as printed:
         to.print(what, crop=False)
     print_line("\n".join(map(str.rstrip, printed.get().splitlines())), to=to)
+
+
+def print_json(value: Any) -> None:
+    """Print a value as one line of JSON; numbers that JSON does not have are null."""
+    try:
+        sys.stdout.write(json.dumps(strict(value), ensure_ascii=False, default=str) + "\n")
+    except BrokenPipeError:  # the reader, such as head, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
 
 
 def print_sentences(text: str, style: str = "", to: Console = console) -> None:

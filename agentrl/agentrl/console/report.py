@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl.console.output import print_block, print_line, whole
+from agentrl.console.tables import fitted
 from agentrl.runs.metric_names import HELD_OUT, REWARD
 from agentrl.runs.recorded import shown
 from agentrl_tracer.schemas import (
@@ -35,8 +36,6 @@ _BARS = "▁▂▃▄▅▆▇█"
 _MOST_BRANCHED = 20
 _NAME_WIDTH = 17
 _RUNS_CURVE = 24
-_RUNS_COLUMNS = 66
-"""Width of the table of runs without names and curves."""
 Metrics = Mapping[int, Mapping[str, float]]
 """Metrics by name, by step."""
 
@@ -143,32 +142,24 @@ def serve_command(adapter: Path, model: ModelSettings) -> str:
 
 
 def runs_table(runs: Sequence[tuple[Json, str, Metrics]], width: int) -> Table:
-    """Show a row for each run, of which a state is given.
-
-    The curve of rewards has what ``width`` leaves beside the names.
-    """
-    room = width - _RUNS_COLUMNS - max(len(run["name"]) for run, _, _ in runs)
-    curve = min(room, _RUNS_CURVE) if room >= _RUNS_CURVE // 3 else 0
-    table = Table(box=None, pad_edge=False)
-    for name in ("name", "kind", "state", "started", "steps", "reward", "held-out"):
-        # Only the name is cut to a narrow terminal, onto further lines.
-        table.add_column(name, overflow="fold", no_wrap=name != "name")
-    for run, state, metrics in runs:
-        rewards, held_out = (
-            [row[name] for row in metrics.values() if name in row] for name in (REWARD, HELD_OUT)
-        )
-        table.add_row(
-            run["name"],
-            run["kind"],
-            state,
-            time.strftime("%Y-%m-%d %H:%M", time.localtime(run["created_at"])),
-            str(max(metrics, default=0)),
-            f"{rewards[-1]:+.3f} {sparkline(rewards[-curve:] if curve else [])}".rstrip()
-            if rewards
-            else "–",
-            f"{held_out[-1]:.0%}" if held_out else "–",
-        )
-    return table
+    """Show a row for each run, of which a state is given; columns as ``width`` has room for."""
+    rewards, held_out = (
+        [[row[name] for row in metrics.values() if name in row] for _, _, metrics in runs]
+        for name in (REWARD, HELD_OUT)
+    )
+    columns = {
+        "name": [run["name"] for run, _, _ in runs],
+        "kind": [run["kind"] for run, _, _ in runs],
+        "state": [state for _, state, _ in runs],
+        "started": [
+            time.strftime("%Y-%m-%d %H:%M", time.localtime(run["created_at"])) for run, _, _ in runs
+        ],
+        "steps": [str(max(metrics, default=0)) for _, _, metrics in runs],
+        "reward": [f"{values[-1]:+.3f}" if values else "–" for values in rewards],
+        "curve": [sparkline(values[-_RUNS_CURVE:]) for values in rewards],
+        "held-out": [f"{values[-1]:.0%}" if values else "–" for values in held_out],
+    }
+    return fitted(columns, width, ("curve", "kind", "started", "steps", "held-out"))
 
 
 def show_run(console: Console, store: Store, run: Json, state: str, how_to_continue: str) -> None:

@@ -110,7 +110,7 @@ class RolloutIndex:
     def _prepare(self) -> sqlite3.Connection:
         """Return the connection that writes, with the layout in place."""
         with self._lock:
-            if self._writer is not None:
+            if self._writer is not None and self.path.exists():  # else it was pruned
                 return self._writer
             db = sqlite3.connect(self.path, check_same_thread=False, isolation_level=None)
             if db.execute("PRAGMA user_version").fetchone()[0] not in (0, VERSION):

@@ -16,6 +16,7 @@ from agentrl.runs.folder import RunFolder
 from agentrl.runs.recorded import open_store, state_of
 from agentrl_tracer.schemas import Json
 from agentrl_tracer.store import Store, StoreError
+from agentrl_tracer.store.faults import PATIENCE_S
 
 _PATIENCE_S = 2.0  # for a database that is away: a page must answer
 _MOST_OPEN = 16
@@ -46,6 +47,12 @@ class OpenRun:
     def close(self) -> None:
         self.index.close()
         self.store.close()
+
+
+def open_run(folder: RunFolder, patience_s: float = PATIENCE_S) -> OpenRun:
+    """Open a run read-only; raises what ``Sources.open`` raises."""
+    store, row = open_store(folder, patience_s, read_only=True)
+    return OpenRun(folder, store, row, RolloutIndex(folder.root / "view.db"))
 
 
 class Sources:
@@ -80,9 +87,7 @@ class Sources:
                 return known
             if name != os.path.basename(name) or name in ("", ".", ".."):
                 raise ConfigError(f"run: {name!r} is no name of a folder")
-            folder = RunFolder.existing(self.root / name, "run")
-            store, row = open_store(folder, _PATIENCE_S, read_only=True)
-            opened = OpenRun(folder, store, row, RolloutIndex(folder.root / "view.db"))
+            opened = open_run(RunFolder.existing(self.root / name, "run"), _PATIENCE_S)
             self._open[name] = opened
             if len(self._open) > _MOST_OPEN:
                 self._open.popitem(last=False)[1].close()

@@ -8,8 +8,10 @@ to Evals", arXiv:2411.00640, clustered standard errors).
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from statistics import NormalDist, fmean, pvariance
+from typing import NamedTuple
 
 _Z95 = NormalDist().inv_cdf(0.975)
 
@@ -55,3 +57,52 @@ def pass_at_k(successes: int, samples: int, k: int) -> float:
     Code", equation 1.
     """
     return 1.0 - math.comb(samples - successes, k) / math.comb(samples, k)
+
+
+class Estimate(NamedTuple):
+    """A rate and its 95 % interval, all in 0..1."""
+
+    rate: float
+    low: float
+    high: float
+
+
+def pass_estimates(tasks: Sequence[tuple[int, int]]) -> dict[int, Estimate]:
+    """Estimate pass@k over tasks, for k = 1, 2, 4, ... and the samples that every task has.
+
+    Args:
+        tasks: successes and samples of each task; at least one task, and one sample of each.
+    """
+    samples = min(count for _, count in tasks)
+    ks = sorted({2**i for i in range(samples.bit_length())} | {samples})
+    chances = {k: [pass_at_k(successes, count, k) for successes, count in tasks] for k in ks}
+    return {k: Estimate(fmean(each), *task_interval(each, samples)) for k, each in chances.items()}
+
+
+def paired_p_value(differences: Sequence[int]) -> float:
+    """Test whether the mean of paired differences is zero; return the two-sided p-value.
+
+    The exact sign-flip permutation test (Fisher 1935, "The Design of Experiments", section 21):
+    without an effect each difference is as likely negative as positive. The distribution of their
+    sum over all sign flips comes from its characteristic function, the product of cos(d t), as in
+    Pagano & Tritchler 1983, "On obtaining permutation distributions in polynomial time". Where
+    every difference is -1, 0 or 1 it is McNemar's exact test (McNemar 1947), the two-sided binomial
+    test of the tasks that changed.
+
+    Args:
+        differences: of each task, in units of one sample.
+    """
+    import numpy as np
+
+    sizes = Counter(abs(one) for one in differences if one)
+    most = sum(size * count for size, count in sizes.items())
+    if not most:
+        return 1.0
+    angles = 2 * np.pi * np.arange(2 * most + 1) / (2 * most + 1)
+    transform = np.ones_like(angles)
+    for size, count in sizes.items():
+        transform *= np.cos(size * angles) ** count
+    chances = np.fft.ifft(transform).real  # of the sums 0..most, then -most..-1
+    observed = abs(sum(differences))
+    extreme = chances[observed : most + 1].sum()
+    return float(np.clip(2 * extreme if observed else 1.0, 0.0, 1.0))

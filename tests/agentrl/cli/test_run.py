@@ -53,7 +53,7 @@ def test_a_failing_task_shows_its_trace(tmp_path: Path) -> None:
     [folder] = (tmp_path / "runs").iterdir()
     with contextlib.closing(Store(str(folder / "store.db"))) as store:
         [rollout] = store.rollouts((folder / "run_id").read_text())
-    again = agentrl("runs", "show", folder, "--rollout", rollout.id)
+    again = agentrl("runs", "rollout", rollout.id, "--runs", tmp_path / "runs")
     assert again.stdout in done.stdout
     assert again.returncode == 0
     assert re.search(r"run-\S+ +run +finished", agentrl("runs", "list", tmp_path / "runs").stdout)

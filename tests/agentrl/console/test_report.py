@@ -78,6 +78,7 @@ def test_a_narrow_terminal_cuts_neither_paths_nor_names() -> None:
         lines = capture.get().splitlines()
         assert [line.split()[0] for line in lines] == ["name", *names]
         assert all(sum(one in "▁▂▃▄▅▆▇█" for one in line) == curve for line in lines[1:])
+        assert max(map(len, lines)) <= width
 
 
 def test_the_panel_counts_from_when_the_run_began_and_shows_the_last_step() -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 import pytest
 
-from agentrl.runs.statistics import pass_at_k, task_interval, wilson
+from agentrl.runs.statistics import paired_p_value, pass_at_k, task_interval, wilson
 
 
 @pytest.mark.parametrize("samples", [1, 2, 5])
@@ -79,3 +80,25 @@ def test_it_covers_what_it_should(
         low, high = task_interval(values, samples)
         covered += low <= true <= high
     assert covered / 600 >= 0.93  # 0.95 less two standard errors of 600 evaluations
+
+
+@pytest.mark.parametrize("differences", [[1, 1, -1, 1], [3, -1, 2, 0, 2], [1] * 9, [2, -2], [0]])
+def test_the_paired_test_is_the_share_of_sign_flips_that_are_as_extreme(
+    differences: list[int],
+) -> None:
+    sums = [
+        sum(sign * one for sign, one in zip(signs, differences, strict=True))
+        for signs in itertools.product((-1, 1), repeat=len(differences))
+    ]
+    expected = np.mean([abs(total) >= abs(sum(differences)) for total in sums])
+    assert paired_p_value(differences) == pytest.approx(expected)
+
+
+def test_with_one_sample_a_task_the_paired_test_is_exact_mcnemar() -> None:
+    for gained, lost in ((9, 1), (0, 6), (40, 25), (3, 3)):
+        differences = [1] * gained + [-1] * lost + [0] * 50
+        flipped = gained + lost  # of these, as many or more one way, and as many the other
+        tail = sum(math.comb(flipped, n) for n in range(max(gained, lost), flipped + 1))
+        expected = min(1.0, 2 * tail / 2**flipped)
+        assert paired_p_value(differences) == pytest.approx(expected)
+    assert paired_p_value([8] * 5000 + [-3] * 5000) < 1e-9

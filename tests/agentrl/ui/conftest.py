@@ -1,4 +1,4 @@
-"""Runs with known content, pages over them, and a browser."""
+"""Pages over runs with known content, and a browser."""
 
 from __future__ import annotations
 
@@ -15,15 +15,8 @@ from ui_pages import (
     has_browser,
     open_browser,
     open_tab,
-    record_runs,
     serve_pages,
 )
-
-
-@pytest.fixture(scope="session")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
-    """The runs ``known`` and ``other``."""
-    return record_runs(tmp_path_factory.mktemp("recorded"))
 
 
 @pytest.fixture

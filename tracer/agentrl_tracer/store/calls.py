@@ -224,6 +224,12 @@ class CallStore(VerdictStore, RewardStore):
         query = sa.select(*_CALL_COLUMNS).where(place.in_(last.group_by(t.calls.c.attempt_id)))
         return sorted((_call(row) for row in self.db.fetch_rows(query)), key=_IN_ORDER)
 
+    def newest_calls(self, run_id: str | None, limit: int | None) -> list[Call]:
+        """Return the newest calls of a run, or (None) those of no run, the newest first."""
+        order = t.calls.c.started_at if self.db.is_remote else sa.literal_column("rowid")
+        query = sa.select(*_CALL_COLUMNS).where(t.calls.c.run_id == run_id)
+        return [_call(row) for row in self.db.fetch_rows(query.order_by(order.desc()).limit(limit))]
+
     def spans(self, rollout_id: str) -> list[Span]:
         """Return the rollout's spans in order of their start."""
         query = sa.select(t.spans).where(t.spans.c.rollout_id == rollout_id)

@@ -1,0 +1,1 @@
+"""``agentrl runs``: look at runs, compare them, export what they recorded, prune their folders."""

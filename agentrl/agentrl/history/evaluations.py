@@ -1,0 +1,192 @@
+"""The evaluations of a run: success by step, by task and by field of the tasks, and what flipped.
+
+A rollout is a success if its reward is at least ``evaluation.success_reward`` of the run's
+configuration; one without a reward is none. Pages read the run's index, which may still be filled;
+commands read the store.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from statistics import fmean
+from typing import Any, NamedTuple, TypeVar
+
+from agentrl.config.setting_names import flattened, recorded
+from agentrl.history.sources import OpenRun
+from agentrl.runs.statistics import Estimate, paired_p_value, pass_estimates, task_interval
+from agentrl_tracer.schemas import Json, Purpose, RolloutState
+from agentrl_trainer.data.rewards import rollout_rewards
+
+NO_VALUE = "none"
+_MOST_VALUES = 20
+"""Different values of a field that are shown one by one; more numbers are shown in quarters."""
+_OUTCOMES = """
+SELECT step, task, coalesce(sum(reward >= ?), 0) AS successes, count(*) AS samples, min(id)
+FROM rollout WHERE purpose = 'eval' AND final = 1 AND status != 'cancelled'
+GROUP BY step, task ORDER BY step, task
+"""
+
+
+class Outcome(NamedTuple):
+    """How one task went in one evaluation."""
+
+    task: int
+    """The task's place in its split."""
+    successes: int
+    samples: int
+    rollout: str
+    """The id of its first."""
+
+    @property
+    def share(self) -> Fraction:
+        return Fraction(self.successes, self.samples)
+
+    @property
+    def passed(self) -> bool:
+        """At least half of its samples succeeded."""
+        return 2 * self.successes >= self.samples
+
+
+Outcomes = dict[int, Outcome]
+"""Of one evaluation, by the task's place in its split."""
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Flip(NamedTuple):
+    """A task that passed in one of two evaluations only."""
+
+    before: Outcome
+    after: Outcome
+
+
+@dataclass(frozen=True)
+class Paired:
+    """Two evaluations on the tasks that both have."""
+
+    tasks: int
+    before: Estimate
+    after: Estimate
+    p_value: float
+    """By ``paired_p_value``: an exact sign-flip test; with one sample a task, exact McNemar."""
+    gained: list[Flip]
+    lost: list[Flip]
+
+    @property
+    def difference(self) -> float:
+        return self.after.rate - self.before.rate
+
+
+def indexed_outcomes(run: OpenRun) -> dict[int, Outcomes]:
+    """Return the evaluations that the run's index holds, by step."""
+    found: dict[int, Outcomes] = {}
+    with run.index.read() as db:
+        for step, task, *counts in db.execute(_OUTCOMES, [success_reward(run)]):
+            found.setdefault(step, {})[task] = Outcome(task, *counts)
+    return found
+
+
+def stored_outcomes(run: OpenRun) -> dict[int, Outcomes]:
+    """Return the evaluations that the run's store holds, by step."""
+    known = run.store.rollouts(run.id, purpose=Purpose.EVAL)
+    ended = [one for one in known if one.state in (RolloutState.SUCCEEDED, RolloutState.FAILED)]
+    earned = rollout_rewards(ended, run.store.rewards([one.id for one in ended]))
+    threshold, found = success_reward(run), dict[int, Outcomes]()
+    for one in sorted(ended, key=lambda rollout: (rollout.step, rollout.id)):
+        task, reward = int(one.task_id.rpartition("-")[2]), earned[one.id]
+        of_step = found.setdefault(one.step, {})
+        _, successes, samples, first = of_step.get(task, (task, 0, 0, one.id))
+        successes += reward is not None and reward >= threshold
+        of_step[task] = Outcome(task, successes, samples + 1, first)
+    return found
+
+
+def success_reward(run: OpenRun) -> float:
+    """Return the reward from which on a rollout of the run is a success."""
+    return float(recorded(run.row["config"], "evaluation.success_reward", 1.0))
+
+
+def evaluated_tasks(run: OpenRun) -> list[Json]:
+    """Return the data of the tasks that the run evaluates, in order."""
+    return run.store.tasks(run.id, split_of(run))
+
+
+def split_of(run: OpenRun) -> str:
+    """Return the split that the run's evaluations are of: ``eval``, or that of the command."""
+    return "eval" if run.row["kind"] == "train" else run.row["kind"]
+
+
+def success(found: Mapping[Any, Outcome]) -> Estimate:
+    """Return the mean over tasks of the share of their samples that succeeded."""
+    shares = [one.successes / one.samples for one in found.values()]
+    samples = min(one.samples for one in found.values())
+    return Estimate(fmean(shares), *task_interval(shares, samples))
+
+
+def pass_at(found: Mapping[Any, Outcome]) -> dict[int, Estimate]:
+    """Return pass@k with intervals, by k."""
+    return pass_estimates([(one.successes, one.samples) for one in found.values()])
+
+
+def pair(before: Mapping[Key, Outcome], after: Mapping[Key, Outcome]) -> Paired | None:
+    """Compare two evaluations on the tasks whose keys both have; None without any."""
+    both = {key: Flip(before[key], after[key]) for key in before if key in after}
+    if not both:
+        return None
+    changes = [flip.after.share - flip.before.share for flip in both.values()]
+    unit = math.lcm(*(change.denominator for change in changes))
+    return Paired(
+        tasks=len(both),
+        before=success({key: flip.before for key, flip in both.items()}),
+        after=success({key: flip.after for key, flip in both.items()}),
+        p_value=paired_p_value([int(change * unit) for change in changes]),
+        gained=[one for one in both.values() if one.after.passed and not one.before.passed],
+        lost=[one for one in both.values() if one.before.passed and not one.after.passed],
+    )
+
+
+# ---- by field of the tasks
+
+
+def fields(tasks: Sequence[Json]) -> list[str]:
+    """Return the fields of tasks that divide them into a few groups, dotted within objects."""
+    values: defaultdict[str, list[Any]] = defaultdict(list)
+    for task in tasks:
+        for name, value in _scalars(task).items():
+            values[name].append(value)
+    divided = {name: len(set(_labels(given).values())) for name, given in values.items()}
+    return [
+        name
+        for name, groups in divided.items()
+        if 1 < groups <= _MOST_VALUES and groups < len(values[name])
+    ]
+
+
+def by_field(tasks: Sequence[Json], found: Outcomes, field: str) -> dict[str, Outcomes]:
+    """Group outcomes by a field of their tasks; many different numbers in quarters of them."""
+    values = [_scalars(task).get(field) for task in tasks]
+    labels = _labels(value for value in values if value is not None)
+    groups: dict[str, Outcomes] = {label: {} for label in (*labels.values(), NO_VALUE)}
+    for at, outcome in found.items():
+        groups[labels.get(values[at], NO_VALUE)][at] = outcome
+    return {label: group for label, group in groups.items() if group}
+
+
+def _scalars(task: Json) -> Json:
+    known = flattened(task).items()
+    return {name: value for name, value in known if isinstance(value, str | int | float)}
+
+
+def _labels(values: Iterable[Any]) -> dict[Any, str]:
+    """Return the group of each value, in order: the value itself, or a quarter of many numbers."""
+    given = set(values)
+    numbers = all(isinstance(one, int | float) for one in given)
+    known = sorted(given) if numbers else sorted(given, key=str)
+    if len(known) <= _MOST_VALUES or not numbers:
+        return {value: str(value) for value in known}
+    size = math.ceil(len(known) / 4)
+    quarters = [known[at : at + size] for at in range(0, len(known), size)]
+    return {value: f"{part[0]:g} to {part[-1]:g}" for part in quarters for value in part}

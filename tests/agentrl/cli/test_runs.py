@@ -1,0 +1,185 @@
+"""``agentrl runs``: each command on recorded runs, at 80 columns and piped."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from store_records import call_of, claimed, start_run
+from ui_pages import Recorded
+
+from agentrl.cli.main import main
+from agentrl.console.output import console
+from agentrl_tracer.store import Store
+
+Said = Callable[..., str]
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Said:
+    """Run ``agentrl runs`` and return what it printed; ``code`` is the exit code to expect."""
+
+    def run(*arguments: object, code: int = 0) -> str:
+        monkeypatch.setattr(sys, "argv", ["agentrl", "runs", *map(str, arguments)])
+        ended: Any = 0
+        try:
+            main()
+        except SystemExit as exit:
+            ended = exit.code or 0
+        printed = capsys.readouterr()
+        assert ended == code, printed.err
+        return printed.err if code else printed.out
+
+    return run
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal of 80 columns."""
+    monkeypatch.setattr(console, "_width", 80)
+
+
+def rows(printed: str) -> list[Any]:
+    return [json.loads(line) for line in printed.splitlines()]
+
+
+def test_a_list_has_each_name_whole_at_80_columns_and_as_json(
+    recorded: Recorded, said: Said, narrow: None, tmp_path: Path
+) -> None:
+    long = "gsm8k-rank32-lr2e-5-seed-1-again"
+    for name in ("short", long):
+        shutil.copytree(recorded.root / "other", tmp_path / name)
+    lines = said("list", tmp_path).splitlines()
+    assert [line.split()[0] for line in lines] == ["name", long, "short"]
+    assert max(map(len, lines)) <= 80
+    [first, second] = rows(said("list", tmp_path, "--json"))
+    assert (first["name"], second["name"]) == (long, "short")
+    assert (first["kind"], first["state"], first["step"], first["steps"]) == (
+        "train", "finished", 4, 4,
+    )  # fmt: skip
+    assert first["held_out"] == pytest.approx(3 / 6)
+
+
+def test_show_has_evaluations_by_field_and_what_flipped(recorded: Recorded, said: Said) -> None:
+    shown = said("show", recorded.root / "known")
+    assert "adds up" in shown
+    assert "step 4          6  66.7% (" in shown
+    assert "level = easy" in shown
+    assert "step 0 to 4: +33.3 points on 6 tasks, 3 gained, 1 lost; p = 0.62" in shown
+
+
+def test_rollouts_are_filtered_sorted_and_searched(
+    recorded: Recorded, said: Said, narrow: None
+) -> None:
+    run = recorded.root / "known"
+    lines = said("rollouts", run, "--where", "reward<0 and step>3", "--limit", 2).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[-1].startswith("2 of ")
+    assert len(lines[1].split()[0]) == 24  # ids are whole
+    found = rows(said("rollouts", run, "--sort", "-reward", "--limit", 3, "--json"))
+    assert [row["reward"] for row in found] == [1.0, 1.0, 1.0]
+    assert found[0]["rewards"] == {"correct": 1.0, "clarity": 0.0}
+    assert len(rows(said("rollouts", run, "--limit", 0, "--json"))) == 32 + 18
+    assert "0 of 0 rollouts" in said("rollouts", run, "--search", "nowhere")
+    assert "'rewrd' is no column" in said("rollouts", run, "--where", "rewrd > 0", code=2)
+    failed = said("rollouts", run, "--where", "status == 'failed'")
+    assert "\x1b" not in failed
+
+
+def test_a_rollout_is_found_in_whichever_run_has_it(recorded: Recorded, said: Said) -> None:
+    shown = said("rollout", recorded.ids["first"], "--runs", recorded.root)
+    assert shown.startswith(f"rollout {recorded.ids['first']}  succeeded")
+    assert "execute_tool look_up" in shown
+    assert "is no rollout of a run in" in said("rollout", "x", "--runs", recorded.root, code=2)
+
+
+def test_compare_names_differences_curves_and_the_paired_test(
+    recorded: Recorded, said: Said, narrow: None
+) -> None:
+    shown = said("compare", recorded.root / "known", recorded.root / "other")
+    assert "learning.learning_rate  –      0.02" in shown
+    assert "reward/mean" in shown
+    assert " ".join(shown.split()).endswith(
+        "known to other: -16.7 points on 6 tasks, 0 gained, 1 lost; p = 1 (paired exact "
+        "sign-flip test)"
+    )
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "at least two" in said("compare", recorded.root / "known", code=2)
+
+
+def test_calls_of_a_run_and_those_that_were_served(
+    recorded: Recorded, said: Said, tmp_path: Path
+) -> None:
+    assert "execute" not in said("calls", recorded.root / "other", "--limit", 3)
+    newest = rows(said("calls", recorded.root / "other", "--limit", 2, "--json"))
+    assert [call["seq"] for call in newest] == [2, 1]
+    with contextlib.closing(Store(str(tmp_path / "serve.db"))) as store:
+        start_run(store, 1)
+        claim = claimed(store)
+        served = call_of(claim, "chatcmpl-served", run_id=None, rollout_id=None, attempt_id=None)
+        store.write_calls("boot", [], [served, call_of(claim, "chatcmpl-of-a-run")], 2)
+    shown = said("calls", "--served", "--store", tmp_path / "serve.db")
+    assert "chatcmpl-served" in shown
+    assert "of-a-run" not in shown
+    assert "is not there" in said("calls", "--served", "--store", tmp_path / "no.db", code=2)
+    assert "--served" in said("calls", code=2)
+
+
+def test_export_writes_every_format(
+    recorded: Recorded, said: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, file = recorded.root / "other", tmp_path / "out"
+    assert len(rows(said("export", run, "--where", "step == 1"))) == 8
+    assert rows(said("export", run, "--format", "sft"))[0]["messages"]
+    said("export", run, "--format", "pairs", "--output", file)
+    assert rows(file.read_text())[0]["chosen"]
+    assert "needs a file" in said("export", run, "--format", "parquet", code=2)
+    parquet = pytest.importorskip("pyarrow.parquet")
+    said("export", run, "--format", "parquet", "--output", file)
+    table = parquet.read_table(file)
+    assert table.num_rows == 32 + 18
+    assert json.loads(table["calls"][0].as_py())[0]["response_ids"]
+
+    def without_pyarrow(name: str, *rest: Any, real: Any = builtins.__import__) -> Any:
+        if name.startswith("pyarrow"):
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without_pyarrow)
+    asked = ("export", run, "--format", "parquet", "--output", file)
+    assert "pip install pyarrow" in said(*asked, code=2)
+
+
+def test_prune_says_what_may_go_asks_and_keeps_what_is_needed(
+    recorded: Recorded, said: Said, tmp_path: Path
+) -> None:
+    run = tmp_path / "other"
+    shutil.copytree(recorded.root / "other", run)
+    versions = [run / "adapters" / "policy" / f"v{n:06d}" for n in range(4)]
+    for folder in (*versions, run / "checkpoints" / "step-000004", run / "adapter-best"):
+        folder.mkdir(parents=True)
+        (folder / "weights").write_bytes(bytes(1_000_000))
+    (versions[1] / "keep").touch()
+    told = said("prune", tmp_path, code=2)
+    assert "say --yes" in told
+    assert all(folder.exists() for folder in versions)
+    shown = said("prune", tmp_path, "--yes")
+    assert "adapters          2   2.0" in shown
+    assert "checkpoints       1   1.0" in shown
+    assert [folder.exists() for folder in versions] == [False, True, False, True]
+    assert not list((run / "checkpoints").iterdir())
+    assert not list((run / "logs").iterdir())
+    assert (run / "adapter-best" / "weights").exists()
+    assert "adds up" in said("show", run)
+    assert "nothing to prune" in said("prune", tmp_path)
+    with contextlib.closing(Store(str(run / "store.db"))) as store:
+        store.end_run(store.runs()[0]["id"], "interrupted")
+    (run / "checkpoints" / "step-000004").mkdir()
+    assert "checkpoints" not in said("prune", tmp_path)  # it may be resumed
