@@ -3,7 +3,8 @@
     python scripts/screenshots.py [RUNS] [--run NAME] [--out docs/window]
 
 Needs Debian's chromium (``apt-get install chromium``) and playwright, of the development
-environment. The task of the pictures is a held-out one that became right; without such, the first.
+environment. The task of the pictures stayed wrong from the first evaluation to the
+second.
 """
 
 from __future__ import annotations
@@ -26,13 +27,15 @@ def places(root: Path, name: str) -> dict[str, str]:
     """Return the path of each picture's page."""
     base = f"/runs/{name}"
     with contextlib.closing(Sources(root)) as sources, sources.open(name).index.read() as db:
-        ends = "SELECT min(step), max(step) FROM rollout WHERE purpose = 'eval'"
-        first, last = db.execute(ends).fetchone()
+        evaluations = (
+            "SELECT DISTINCT step FROM rollout WHERE purpose = 'eval' ORDER BY step LIMIT 2"
+        )
+        [before], [after] = db.execute(evaluations)
         task, rollout = db.execute(
             "SELECT b.task, b.id FROM rollout a JOIN rollout b ON a.task = b.task "
             "WHERE a.purpose = 'eval' AND b.purpose = 'eval' AND a.step = ? AND b.step = ? "
-            "ORDER BY b.reward > a.reward DESC, b.task LIMIT 1",
-            [first, last],
+            "ORDER BY a.reward + b.reward, b.task = 19 DESC LIMIT 1",
+            [before, after],
         ).fetchone()
         [group] = db.execute(
             'SELECT "group" FROM rollout WHERE purpose = \'train\' GROUP BY "group" '
@@ -40,12 +43,12 @@ def places(root: Path, name: str) -> dict[str, str]:
         ).fetchone()
     return {
         "runs": "/",
+        "group": f"{base}/groups/{group}",
         "run": base,
         "rollouts": f"{base}/rollouts?where=reward>0&sort=-tokens",
+        "evaluations": f"{base}/evaluations?before={before}&after={after}",
         "task": f"{base}/tasks/eval/{task}",
         "rollout": f"{base}/rollouts/{rollout}",
-        "group": f"{base}/groups/{group}",
-        "evaluations": f"{base}/evaluations",
     }
 
 
@@ -54,6 +57,9 @@ def take(tab: Tab, out: Path, name: str, path: str) -> None:
     if answer.status != 200:
         print(f"{name}: no page {path}")
         return
+    while tab.page.get_by_text("vocabulary is loading").count():
+        tab.page.wait_for_timeout(1000)
+        tab.page.reload()
     tab.page.wait_for_timeout(700)  # charts are drawn in the next frames
     file = out / f"{name}.png"
     tab.page.screenshot(path=str(file))
