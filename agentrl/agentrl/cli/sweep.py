@@ -10,11 +10,11 @@ from agentrl.config.commands import SweepConfig
 from agentrl.config.errors import ConfigError
 from agentrl.config.loading import load, load_tasks, steps_of
 from agentrl.console.output import console, print_block, print_line
-from agentrl.console.sweep_table import SweepDisplay, trials_table
 from agentrl.interrupts import end_in_order
 from agentrl.runner.agent_spec import validate_agent
 from agentrl.runs.folder import RunFolder
 from agentrl.runs.recorded import shown
+from agentrl.sweep.display import SweepDisplay, trials_table
 from agentrl.sweep.loop import Sweep
 from agentrl.sweep.space import read_space
 from agentrl.sweep.study import check_packages, open_study

@@ -6,17 +6,18 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from agentrl.capacity import available_cores
 from agentrl.config.commands import SweepConfig, TrainConfig
 from agentrl.config.setting_names import settings_of
 from agentrl.runs.folder import RunFolder
 from agentrl.runs.recorded import shown
+from agentrl.sweep.display import SweepDisplay
 from agentrl.sweep.record import SweepRecord, TrialRow, write_record
 from agentrl.sweep.space import Dimension, shared_settings, with_values
 from agentrl.sweep.study import distribution, importances, tell, trials_of
-from agentrl.sweep.trial import RunningTrial, state_or_wait
+from agentrl.sweep.trial import RunningTrial
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -25,14 +26,6 @@ if TYPE_CHECKING:
 _POLL_S = 0.5
 _HOPELESS = 3
 """Trials that failed before any was complete: the settings are wrong for all."""
-
-
-class Display(Protocol):
-    def trial(self, what: str, row: TrialRow) -> None:
-        """Tell that a trial begins, goes on or has ended."""
-        ...
-
-    def show(self, record: SweepRecord) -> None: ...
 
 
 @dataclass
@@ -48,7 +41,7 @@ class Sweep:
     space: Sequence[Dimension]
     study: Study
     steps: int
-    display: Display
+    display: SweepDisplay
     active: list[RunningTrial] = field(default_factory=list[RunningTrial])
 
     def run(self) -> SweepRecord:
@@ -77,16 +70,13 @@ class Sweep:
         return self._publish()
 
     def _fill(self) -> bool:
-        """Ask for trials while there is room; return whether any was begun."""
-        begun = False
-        while len(self.active) < self.config.sweep.parallel:
-            if len(self.study.get_trials(deepcopy=False)) >= self._total:
-                break
-            self._take(self.study.ask(), "begins")
-            begun = True
-        if begun:
-            self._publish()
-        return begun
+        """Ask for a trial if there is room; return whether one was begun."""
+        full = len(self.active) >= self.config.sweep.parallel
+        if full or len(self.study.get_trials(deepcopy=False)) >= self._total:
+            return False
+        self._take(self.study.ask(), "begins")
+        self._publish()
+        return True
 
     def _take(self, asked: Any, what: str) -> None:
         for name, kind in self._distributions.items():  # what was chosen before a kill stays
@@ -121,8 +111,7 @@ class Sweep:
         if trial.pruned:
             self.active.remove(trial)
             return True
-        state = state_or_wait(trial)
-        if state is None:
+        if (state := trial.state()) == "running":
             return False
         if state == "finished":
             return self._run_ended(trial)
@@ -150,9 +139,9 @@ class Sweep:
         return True
 
     def _prune(self, trial: RunningTrial) -> None:
-        import optuna
+        from optuna.trial import TrialState
 
-        tell(self.study, trial.number, state=optuna.trial.TrialState.PRUNED)
+        tell(self.study, trial.number, state=TrialState.PRUNED)
         trial.pruned = True
         if trial.process is not None:
             trial.process.terminate()
@@ -165,24 +154,24 @@ class Sweep:
         trial.values.append(rows[-1][1])
         if trial.next_run():
             return True
-        spread = statistics.stdev(trial.values) if len(trial.values) > 1 else None
-        trial.study.set_user_attr("spread", spread)
-        tell(self.study, trial.number, values=statistics.fmean(trial.values))
-        self.active.remove(trial)
-        self.display.trial("is complete", self._rows()[trial.number])
-        return True
+        if len(trial.values) > 1:
+            trial.study.set_user_attr("spread", statistics.stdev(trial.values))
+        return self._ended(trial, "is complete", values=statistics.fmean(trial.values))
 
     def _failed(self, trial: RunningTrial, why: str) -> bool:
-        import optuna
+        from optuna.trial import TrialState
 
-        states = optuna.trial.TrialState
         trial.study.set_user_attr("reason", why)
-        tell(self.study, trial.number, state=states.FAIL)
-        self.active.remove(trial)
-        self.display.trial("failed", self._rows()[trial.number])
-        ended = [one.state for one in self.study.get_trials(deepcopy=False)]
-        if ended.count(states.FAIL) >= _HOPELESS and states.COMPLETE not in ended:
+        self._ended(trial, "failed", state=TrialState.FAIL)
+        states = [one.state for one in self.study.get_trials(deepcopy=False)]
+        if states.count(TrialState.FAIL) >= _HOPELESS and TrialState.COMPLETE not in states:
             raise RuntimeError(f"every trial fails; the last: {why}")
+        return True
+
+    def _ended(self, trial: RunningTrial, what: str, **told: Any) -> bool:
+        tell(self.study, trial.number, **told)
+        self.active.remove(trial)
+        self.display.trial(what, self._rows()[trial.number])
         return True
 
     def _stop(self) -> None:

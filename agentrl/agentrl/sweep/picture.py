@@ -23,14 +23,19 @@ def draw_sweep(record: SweepRecord, path: Path) -> None:
     values = [row.value or 0.0 for row in with_value(record)]
     map_name = "viridis_r" if record.direction == "maximize" else "viridis"
     scale = ScalarMappable(Normalize(min(values), max(values)), colormaps[map_name])
-    figure = Figure(figsize=(10, 7.2), dpi=84, layout="constrained")
+    figure = Figure(figsize=(11, 7.6), dpi=84, layout="constrained")
     FigureCanvasAgg(figure)
-    rows = figure.add_gridspec(2, 3, height_ratios=[1.15, 1])
-    _parallel(figure.add_subplot(rows[0, :]), record, scale)
-    _importance(figure.add_subplot(rows[1, 0]), record)
-    _contour(figure.add_subplot(rows[1, 1]), record, scale)
-    _history(figure.add_subplot(rows[1, 2]), record)
-    figure.suptitle(f"{record.name}: {len(record.trials)} trials", color=_INK, x=0.01, ha="left")
+    halves: Any = figure.subfigures(2, 1, height_ratios=[1.15, 1])
+    upper, lower = halves
+    _parallel(upper.add_subplot(), record, scale)
+    left, middle, right = lower.subplots(1, 3)
+    for plot in (left, middle, right):
+        plot.tick_params(labelsize=8, colors=_INK)
+        plot.spines[["top", "right"]].set_visible(False)
+    _importance(left, record)
+    _contour(middle, record, scale)
+    _history(right, record)
+    upper.suptitle(f"{record.name}: {len(record.trials)} trials", color=_INK, x=0.01, ha="left")
     temporary = path.with_suffix(".tmp.png")
     temporary.unlink(missing_ok=True)
     open_private(temporary).close()
@@ -65,10 +70,9 @@ def _parallel(plot: Any, record: SweepRecord, scale: Any) -> None:
 
 
 def _importance(plot: Any, record: SweepRecord) -> None:
-    plot.set_title("importance", loc="left", fontsize=10, color=_INK)
+    plot.set_title("share of the importance", loc="left", fontsize=10, color=_INK)
     names, short = list(reversed(record.importance)), short_names(record)
     plot.barh([short[name] for name in names], [record.importance[name] for name in names])
-    plot.spines[["top", "right"]].set_visible(False)
     if not names:
         plot.text(0.5, 0.5, "too few complete trials", ha="center", transform=plot.transAxes)
 
@@ -87,8 +91,7 @@ def _contour(plot: Any, record: SweepRecord, scale: Any) -> None:
     plot.set_title(record.metric, loc="left", fontsize=10, color=_INK)
     for axis, lane in ((plot.xaxis, found.x), (plot.yaxis, found.y)):
         axis.set_ticks([place for place, _ in lane.ticks], [label for _, label in lane.ticks])
-        axis.set_label_text(lane.name.rpartition(".")[2])
-    plot.tick_params(labelsize=8)
+        axis.set_label_text(lane.name.rpartition(".")[2], fontsize=9)
 
 
 def _history(plot: Any, record: SweepRecord) -> None:
@@ -98,5 +101,4 @@ def _history(plot: Any, record: SweepRecord) -> None:
         plot.plot(*zip(*seen, strict=True), mark, color=color, label=state) if seen else None
     plot.step(*zip(*best_so_far(record), strict=True), where="post", color="#bc4c00", label="best")
     plot.grid(color=_GRID, linewidth=0.6)
-    plot.spines[["top", "right"]].set_visible(False)
     plot.legend(fontsize=8, frameon=False)

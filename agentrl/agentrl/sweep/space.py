@@ -114,12 +114,12 @@ def _dimension(name: str, given: Any) -> Dimension:
         raise ConfigError(f"{where}: got {given!r}; {_HOW}")
     whole = _is_whole(setting.field.annotation)
     found = Dimension(name, whole=whole, **{"low": math.nan, "high": math.nan, **given})
-    numbers = [found.low, found.high, *([] if found.step is None else [found.step])]
+    numbers = [found.low, found.high, 1 if found.step is None else found.step]
     if not all(isinstance(one, int | float) and math.isfinite(one) for one in numbers):
         raise ConfigError(f"{where}: low, high and step must be numbers; {_HOW}")
     if whole and any(one != int(one) for one in numbers):
         raise ConfigError(f"{where}: the setting takes whole numbers; so must low, high and step")
-    if not found.low < found.high or (found.step is not None and found.step <= 0):
+    if not found.low < found.high or numbers[2] <= 0:
         raise ConfigError(f"{where}: low must be below high, and step above 0; {_HOW}")
     if found.log and (found.low <= 0 or found.step is not None):
         raise ConfigError(f"{where}: with log = true, low must be above 0, and there is no step")

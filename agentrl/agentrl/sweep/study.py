@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from optuna.samplers import BaseSampler
 
 _NEEDS = {"gp": "scipy", "cmaes": "cmaes"}
+_EXTRA = "agentrl-middleware[sweep]"
 _HALVING = 3
 _ENOUGH = 5  # complete trials
 _FIXED = ("space", "metric", "direction", "seeds", "settings")
@@ -32,10 +33,15 @@ def check_packages(config: SweepConfig) -> None:
     Raises:
         ConfigError: one is not installed; says what installs it.
     """
-    for name in ("optuna", "tomli_w"):
-        _need(name, "a sweep", "agentrl-middleware[sweep]")
-    if package := _NEEDS.get(config.sweep.sampler):
-        _need(package, f"sweep.sampler = {config.sweep.sampler!r}", package)
+    needed = {"optuna": _EXTRA, "tomli_w": _EXTRA}
+    if own := _NEEDS.get(config.sweep.sampler):
+        needed[own] = own
+    for package, install in needed.items():
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            what = "sweep.sampler" if package == install else "agentrl sweep"
+            raise ConfigError(f"{what} needs {package}: pip install '{install}'") from error
 
 
 def open_study(
@@ -113,10 +119,7 @@ def importances(study: Study) -> dict[str, float]:
     complete = study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,))
     if len(complete) < _ENOUGH or len({trial.value for trial in complete}) < 2:
         return {}
-    with contextlib.suppress(ValueError, RuntimeError):
-        found = optuna.importance.get_param_importances(study)
-        return {name: value for name, value in found.items() if math.isfinite(value)}
-    return {}
+    return optuna.importance.get_param_importances(study)
 
 
 def _sampler(name: str, space: Sequence[Dimension], seed: int, order: int) -> BaseSampler:
@@ -124,13 +127,10 @@ def _sampler(name: str, space: Sequence[Dimension], seed: int, order: int) -> Ba
 
     if name == "grid":  # its order must be the same after a restart
         return samplers.GridSampler({one.name: one.values() for one in space}, seed=order)
-    if name == "random":
-        return samplers.RandomSampler(seed=seed)
-    if name == "gp":
-        return samplers.GPSampler(seed=seed, warn_independent_sampling=False)
-    if name == "cmaes":
-        return samplers.CmaEsSampler(seed=seed, warn_independent_sampling=False)
-    return samplers.TPESampler(seed=seed)
+    if name in _NEEDS:
+        kind = samplers.GPSampler if name == "gp" else samplers.CmaEsSampler
+        return kind(seed=seed, warn_independent_sampling=False)
+    return (samplers.RandomSampler if name == "random" else samplers.TPESampler)(seed=seed)
 
 
 def _pruner(name: str, steps: int) -> BasePruner:
@@ -140,10 +140,3 @@ def _pruner(name: str, steps: int) -> BasePruner:
         first = max(1, math.ceil(steps / _HALVING**2))
         return pruners.SuccessiveHalvingPruner(min_resource=first, reduction_factor=_HALVING)
     return pruners.MedianPruner() if name == "median" else pruners.NopPruner()
-
-
-def _need(package: str, what: str, install: str) -> None:
-    try:
-        importlib.import_module(package)
-    except ImportError as error:
-        raise ConfigError(f"{what} needs the package {package}: pip install '{install}'") from error

@@ -66,10 +66,18 @@ class RunningTrial:
         return self.config.with_name(f"{self.run.name}.log")
 
     def state(self) -> str:
-        """Return the state of the run under way; empty: it was not begun."""
+        """Return the state of the run under way; empty: it was not begun.
+
+        It is running as long as another process holds it, such as one of a sweep that was killed.
+        """
+        if self.run.is_in_use():
+            return "running"
         if not self.run.exists():
             return ""
-        store, row = open_store(self.run, _PATIENCE_S, read_only=True)
+        try:
+            store, row = open_store(self.run, _PATIENCE_S, read_only=True)
+        except StoreError:
+            return "running"
         with contextlib.closing(store):
             return state_of(self.run, row)
 
@@ -104,7 +112,9 @@ class RunningTrial:
     def hopeless(self, state: str) -> str:
         """Say why the run cannot go on; empty if it can."""
         if state == "failed" or (not state and self.code > 0):
-            return self._said() or f"its run failed; see {self.log}"
+            lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+            said = [line for line in lines if line.startswith("error: ")]
+            return said[-1] if said else f"its run failed; see {self.log}"
         if self.starts >= _MOST_STARTS:
             return f"its process was ended {self.starts} times; see {self.log}"
         return ""
@@ -123,19 +133,3 @@ class RunningTrial:
                 f"sweep.metric: {self.run.name} has no {metric!r}; it has {', '.join(names)}"
             )
         return sorted((int(step), value) for step, value in found.items() if step)
-
-    def _said(self) -> str:
-        with contextlib.suppress(OSError):
-            lines = self.log.read_text(errors="replace").splitlines()
-            return next((line for line in reversed(lines) if line.startswith("error: ")), "")
-        return ""
-
-
-def state_or_wait(trial: RunningTrial) -> str | None:
-    """Return the state of a trial's run; None while another process still holds it."""
-    if trial.run.is_in_use():
-        return None
-    with contextlib.suppress(StoreError):
-        state = trial.state()
-        return None if state == "running" else state  # on another machine
-    return None
