@@ -13,7 +13,8 @@ _AXE = {"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "best-practice"]
         "resultTypes": ["violations"]}  # fmt: skip
 _FITS = "document.documentElement.scrollWidth <= innerWidth"
 _WIDE = """() => [...document.querySelectorAll('body *')].filter(
-  e => !e.parentElement.closest('.wide') && !e.matches('.skip') && e.getBoundingClientRect().right > innerWidth + 1
+  e => !e.parentElement.closest('.wide') && !e.matches('.skip')
+    && e.getBoundingClientRect().right > innerWidth + 1
 ).slice(0, 5).map(e => e.outerHTML.slice(0, 99))"""
 
 
