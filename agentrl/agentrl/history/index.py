@@ -20,7 +20,7 @@ from agentrl_tracer.schemas import Attempt, Call, Reward, Rollout, RolloutState
 from agentrl_tracer.store import Store
 from agentrl_trainer.data.rewards import by_rollout, rollout_reward, winning_rewards
 
-VERSION = 2
+VERSION = 3
 """Of the layout; a file of another version is made anew."""
 _STEP = 200
 """Rollouts that one call of ``fill`` looks at."""
@@ -53,7 +53,8 @@ COLUMNS: dict[str, str] = {
 ended."""
 _LAYOUT = f"""
 CREATE TABLE rollout ({", ".join(f'"{name}" {kind}' for name, kind in COLUMNS.items())});
-CREATE INDEX by_place ON rollout (purpose, step, "group", "index");
+CREATE INDEX by_place ON rollout (purpose DESC, step DESC, "group", "index");
+CREATE INDEX by_group ON rollout ("group", "index");
 CREATE INDEX by_task ON rollout (purpose, task, step);
 CREATE INDEX by_status ON rollout (status, id);
 CREATE INDEX unfinished ON rollout (final) WHERE final = 0;
