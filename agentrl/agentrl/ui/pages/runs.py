@@ -60,7 +60,7 @@ def run_page(request: Request, name: str) -> Response:
     return page(
         request, "run.html", run=row, progress=progress_of(run, row["state"]),
         why=why_failed(run.folder) if row["state"] == "failed" else None, every=every,
-        charts=run_charts(name, metrics, intervals, phase_spans(run, metrics), adapters),
+        charts=run_charts(name, metrics, intervals, phase_spans(run), adapters),
         books=books(name, kept) if kept.proxied or kept.recorded else None, kept=kept,
         alerts=alerts_of(metrics), outcomes=outcomes, failed=failed,
         busy=run.store.busy_runners(run.id) if row["state"] == "running" else {},
