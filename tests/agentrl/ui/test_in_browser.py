@@ -73,3 +73,17 @@ def test_without_the_token_nothing_is_shown(browser, link: str, recorded: Record
     assert answer.status == 403
     assert recorded.name not in page.content()
     context.close()
+
+
+def test_what_an_agent_wrote_is_text_and_leads_nowhere(tab: Tab, recorded: Recorded) -> None:
+    page = tab.open(f"{recorded.run}/rollouts/{recorded.ids['hostile']}")
+    text = page.inner_text("main")
+    assert "<script>window.hacked = 1</script>" in text
+    assert "{{ 7 * 7 }}" in text
+    assert "\x1b" not in text
+    assert (
+        page.locator("main a[href^='javascript:'], main img, main script:not([type])").count() == 0
+    )
+    assert page.evaluate("window.hacked") is None
+    long = tab.page.goto(f"{tab.origin}{recorded.run}/rollouts/{recorded.ids['long']}")
+    assert len(long.body()) < 300_000, "a line of 10 MB is cut"
