@@ -53,9 +53,15 @@ COLUMNS: dict[str, str] = {
 ended."""
 _LAYOUT = f"""
 CREATE TABLE rollout ({", ".join(f'"{name}" {kind}' for name, kind in COLUMNS.items())});
+<<<<<<< HEAD
 CREATE INDEX by_place ON rollout (purpose DESC, step DESC, "group", "index");
 CREATE INDEX by_group ON rollout ("group", "index");
 CREATE INDEX by_task ON rollout (purpose, task, step);
+=======
+CREATE INDEX by_place ON rollout (purpose, step, "group", "index");
+CREATE INDEX by_task ON rollout (purpose, task, step, "group", "index");
+CREATE INDEX by_group ON rollout ("group", "index");
+>>>>>>> house
 CREATE INDEX by_status ON rollout (status, id);
 CREATE INDEX unfinished ON rollout (final) WHERE final = 0;
 CREATE TABLE call (id TEXT, rollout TEXT);
@@ -162,7 +168,8 @@ class RolloutIndex:
 
 def _searched(asked: str, answered: str) -> str:
     """Return what a search looks through: words beyond ``_MOST_SAID`` of each are not found."""
-    return f"{asked[:_MOST_SAID]}\n{answered[:_MOST_SAID]}"
+    text = f"{asked[:_MOST_SAID]}\n{answered[:_MOST_SAID]}"
+    return text.encode(errors="replace").decode()  # SQLite takes no lone surrogates
 
 
 def _summary(

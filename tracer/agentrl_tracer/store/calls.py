@@ -215,14 +215,18 @@ class CallStore(VerdictStore, RewardStore):
         # Sorted here: a database would copy the rows, tokens and all.
         return sorted((_call(row) for row in self.db.fetch_rows(query)), key=_IN_ORDER)
 
-    def last_calls(self, attempt_ids: Collection[str]) -> list[Call]:
-        """Return the call of each attempt that was accepted last, with its other choices."""
-        last = sa.select(t.calls.c.attempt_id, sa.func.max(t.calls.c.seq)).where(
-            self.db.among(t.calls.c.attempt_id, attempt_ids)
-        )
-        place = sa.tuple_(t.calls.c.attempt_id, t.calls.c.seq)
-        query = sa.select(*_CALL_COLUMNS).where(place.in_(last.group_by(t.calls.c.attempt_id)))
-        return sorted((_call(row) for row in self.db.fetch_rows(query)), key=_IN_ORDER)
+    def longest_calls(self, attempt_ids: Collection[str]) -> list[Call]:
+        """Return the call of each attempt that has the most tokens, which holds the whole of the
+        conversation; the last one among equals."""
+        size = sa.func.length(t.calls.c.prompt_ids) + sa.func.length(t.calls.c.response_ids)
+        columns = t.calls.c.attempt_id, size, t.calls.c.seq, t.calls.c.id
+        query = sa.select(*columns).where(self.db.among(t.calls.c.attempt_id, attempt_ids))
+        longest: dict[str, tuple[int, int, str]] = {}
+        for attempt_id, *place in self.db.fetch_rows(query):
+            longest[attempt_id] = max(longest.get(attempt_id, (-1, -1, "")), tuple(place))
+        ids = [call_id for _, _, call_id in longest.values()]
+        found = sa.select(*_CALL_COLUMNS).where(self.db.among(t.calls.c.id, ids))
+        return [_call(row) for row in self.db.fetch_rows(found)]
 
     def newest_calls(self, run_id: str | None, limit: int | None) -> list[Call]:
         """Return the newest calls of a run, or (None) those of no run, the newest first."""
