@@ -53,15 +53,9 @@ COLUMNS: dict[str, str] = {
 ended."""
 _LAYOUT = f"""
 CREATE TABLE rollout ({", ".join(f'"{name}" {kind}' for name, kind in COLUMNS.items())});
-<<<<<<< HEAD
 CREATE INDEX by_place ON rollout (purpose DESC, step DESC, "group", "index");
-CREATE INDEX by_group ON rollout ("group", "index");
-CREATE INDEX by_task ON rollout (purpose, task, step);
-=======
-CREATE INDEX by_place ON rollout (purpose, step, "group", "index");
 CREATE INDEX by_task ON rollout (purpose, task, step, "group", "index");
 CREATE INDEX by_group ON rollout ("group", "index");
->>>>>>> house
 CREATE INDEX by_status ON rollout (status, id);
 CREATE INDEX unfinished ON rollout (final) WHERE final = 0;
 CREATE TABLE call (id TEXT, rollout TEXT);

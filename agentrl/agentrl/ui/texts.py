@@ -34,12 +34,8 @@ def markdown(text: str) -> Markup:
     """Render Markdown: images as links to them, headings as bold lines. Long texts stay text."""
     if len(text) > _MOST_MARKDOWN:
         return Markup('<pre tabindex="0">{}</pre>').format(plain(text))
-<<<<<<< HEAD
     # By keyboard, only what has the focus scrolls. The text's own markup is escaped.
     return Markup(_markdown.render(plain(text)).replace("<pre>", '<pre tabindex="0">'))
-=======
-    return Markup(_markdown.render(plain(text)))
->>>>>>> house
 
 
 def _make() -> MarkdownIt:
