@@ -63,6 +63,11 @@ class RunStore(VerdictStore):
         """Return all runs in order of creation."""
         return [dict(row) for row in self.db.fetch(sa.select(t.runs).order_by(t.runs.c.created_at))]
 
+    def run(self, run_id: str) -> Json | None:
+        """Return one run; None if there is no such run."""
+        rows = self.db.fetch(sa.select(t.runs).where(t.runs.c.id == run_id))
+        return dict(rows[0]) if rows else None
+
     def add_tasks(self, run_id: str, split: str, data: Sequence[Json]) -> list[str]:
         """Store the tasks of a split, idempotently; return their ids in order."""
         rows = [

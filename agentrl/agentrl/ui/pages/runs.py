@@ -99,7 +99,8 @@ async def live(request: Request, name: str) -> Response:
 def _commands(run: OpenRun, state: str, config: dict[str, Any]) -> list[tuple[str, str]]:
     """Return what each command does, and the command."""
     folder, commands = run.folder, list[tuple[str, str]]()
-    if run.row["kind"] == "train" and state in ("interrupted", "failed"):
+    ended_early = state in ("interrupted", "failed")
+    if run.row["kind"] == "train" and ended_early and folder.exists():
         commands.append(("Continue the run", f"agentrl train --resume {shown(folder.root)}"))
     model = ModelSettings(
         name=recorded(config, "model.name", "agentrl-tiny"),
