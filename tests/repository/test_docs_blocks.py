@@ -37,7 +37,7 @@ NEEDS: dict[str, dict[str, int]] = {
     "docs/devices.md": {"a GPU": 1},
 } | {
     f"docs/{name}.md": {}
-    for name in ("tutorial", "runs", "adapters", "attribution", "client", "protocols")
+    for name in ("tutorial", "runs", "adapters", "attribution", "client", "protocols", "sweeps")
 }
 
 BLOCK = re.compile(

@@ -44,7 +44,9 @@ class SmallSweep:
 
     def trainings(self) -> list[int]:
         """Return the processes that train a trial now."""
-        table = subprocess.run(["ps", "-A", "-o", "pid=,args="], capture_output=True, text=True)
+        table = subprocess.run(
+            ["ps", "-A", "-ww", "-o", "pid=,args="], capture_output=True, text=True
+        )
         lines = [line.split(None, 1) for line in table.stdout.splitlines()]
         mine = ("agentrl.sweep.process", str(self.root))
         return [int(pid) for pid, said in lines if all(part in said for part in mine)]

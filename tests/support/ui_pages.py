@@ -85,6 +85,8 @@ class Recorded:
             "raw": f"{self.run}/calls/{self.ids['call']}/raw",
             "evaluations": f"{self.run}/evaluations",
             "compare": f"/compare?run={self.name}&run={self.other}",
+            "tokens": f"{self.run}/calls/{self.ids['call']}/tokens",
+            "replay": f"{self.run}/calls/{self.ids['call']}/replay",
             "sweeps": "/sweeps",
             "group": f"{self.run}/groups/{self.ids['group']}",
             "task": f"{self.run}/tasks/eval/5",

@@ -54,6 +54,8 @@ def load(
         *(_nested(name, value) for name, value in given.items()),
         *({"agent": {"entrypoint": agent}} for agent in rest),
     )
+    if "sweep" not in command.model_fields:
+        settings.pop("sweep", None)  # a sweep's file is a training's, too
     if resume:  # the run's own paths begin where it was started
         settings = _merged(_resumed(split_step(resume)[0], settings), _from_here(settings))
     try:

@@ -19,6 +19,7 @@ from agentrl_tracer.schemas import Json
 from agentrl_trainer import tiny
 from agentrl_trainer.names import SMOLLM2, TINY_MODEL, smollm2_folder
 
+LINE_END = "↵"
 _PATIENCE_S = 0.15  # which a page waits for one that loads quickly
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # of vocabularies that fall back to bytes
 
@@ -46,12 +47,11 @@ class Vocabulary:
 
 
 def visible(token: bytes) -> str:
-    """Return a token as it is shown: ``\\xNN`` for bytes that form no character by themselves, and
-    escapes for characters that would move the text around them."""
-    text = token.decode("utf-8", "backslashreplace")
+    """Return a token as it is shown: ``\\xNN`` for bytes that form no character by themselves,
+    ``↵`` for the end of a line, and escapes for what else would move the text around it."""
+    text = token.decode("utf-8", "backslashreplace").replace("\n", LINE_END)
     return "".join(
-        one if one.isprintable() or one == "\n" else one.encode("unicode_escape").decode()
-        for one in text
+        one if one.isprintable() else one.encode("unicode_escape").decode() for one in text
     )
 
 

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 
 from agentrl.config.errors import ConfigError
 from agentrl.config.secrets import MissingSecretError
+from agentrl.gateway.on_demand import Replayer
 from agentrl.history.run_list import RunList
 from agentrl.history.sources import Sources
 from agentrl.history.vocabulary import Vocabularies
@@ -31,7 +32,7 @@ def create_app(root: Path) -> FastAPI:
     """Make the app over the runs below ``root``."""
     app = FastAPI(openapi_url=None, lifespan=_lifespan)
     app.state.sources, app.state.watcher = Sources(root), Watcher()
-    app.state.vocabularies = Vocabularies()
+    app.state.vocabularies, app.state.replayer = Vocabularies(), Replayer()
     app.state.run_list = RunList(app.state.sources)
     for router in PAGES:
         app.include_router(router)
@@ -57,6 +58,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     app.state.watcher.start()
     yield
     app.state.watcher.stop()
+    app.state.replayer.close()
     app.state.sources.close()
     app.state.vocabularies.close()
 

@@ -175,7 +175,9 @@ def _curves_table(series: Sequence[Series], x: str, unit: str, href: str) -> dic
     places = sorted({place for column in columns for place in column})
     rows = [
         [
-            {"text": place, "href": href.replace("{x}", str(place))} if href else place,
+            {"text": f"{place:,}", "href": href.replace("{x}", str(place))}
+            if href
+            else f"{place:,}",
             *(column.get(place) for column in columns),
         ]
         for place in places

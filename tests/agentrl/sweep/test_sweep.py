@@ -40,6 +40,7 @@ def test_nothing_is_lost_or_made_twice_when_sweep_and_trials_are_killed(tmp_path
     wait_for(lambda: steps_of(runs[0])[1:], process)
     chosen = sweep.record().trials[0].params
     process.kill()
+    process.communicate()
     until(lambda: not sweep.trainings(), 20)  # they end with it
 
     assert sweep.record().state == "interrupted"

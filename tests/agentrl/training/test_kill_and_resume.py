@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 from signal import SIGINT, SIGKILL, SIGTERM
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 import pytest
 from documented_metrics import undocumented
-from numpy.typing import NDArray
 from training_run import Run
 
 from agentrl.runs import token_records
@@ -56,41 +56,47 @@ def killed_and_whole(
     assert run.weights() == whole.weights()
     assert run.accounting().trained == whole.accounting().trained
     of_killed, of_whole = (check_tokens(each) for each in (run, whole))
-    for name in ("trainer", "advantage"):
-        assert of_killed[name].tolist() == of_whole[name].tolist()
+    assert of_killed == of_whole
     return run, whole
 
 
-def check_tokens(run: Run) -> dict[str, NDArray[np.float32]]:
+def check_tokens(run: Run) -> dict[str, list[float]]:
     """Compare what a run keeps of its tokens with what its learner reported and its store has."""
-    found: dict[str, list[NDArray[np.float32]]] = {"trainer": [], "advantage": []}
-    reported = {row["step"]: row for row in run.steps()}
+    found: dict[str, list[float]] = {"trainer": [], "advantage": []}
     calls = {call.id: call for call in run.calls()}
-    for step, row in reported.items():
+    several = len({call.adapter for call in calls.values()}) > 1
+    for row in run.steps():
+        step = row["step"]
         ids = [call.id for call in calls.values() if call.trained_step == step]
-        seen = {name: token_records.read_call(run.folder, step, name) for name in ids}
-        assert all(seen.values())
         assert sorted(ids) == sorted(_ids(run, step))
-        trainer, advantage, sampler = [], [], []
-        for name in _ids(run, step):
-            one = seen[name]
-            assert one is not None
-            assert len(one.trainer) == len(one.advantage) == len(calls[name].response_ids)
-            trainer += [*one.trainer]
-            advantage += [*one.advantage]
-            sampler += [*calls[name].response_logprobs] if one.sampler is None else [*one.sampler]
-        assert len(trainer) == row["tokens/trained"]
-        assert -np.mean(trainer) == pytest.approx(row["entropy"], rel=1e-5)
-        assert [max(advantage), min(advantage)] == pytest.approx(
-            [row["advantage/max"], row["advantage/min"]], rel=1e-6
-        )
-        apart = np.abs(np.subtract(trainer, sampler))
-        assert np.mean(apart) == pytest.approx(
-            row["sampler_trainer/mean_logprob_difference"], rel=1e-3
-        )
-        found["trainer"].append(np.array(trainer))
-        found["advantage"].append(np.array(advantage))
-    return {name: np.concatenate(parts) for name, parts in found.items()}
+        for adapter in sorted({str(calls[name].adapter) for name in ids}):
+            seen: dict[str, list[float]] = {"trainer": [], "advantage": [], "sampler": []}
+            for call in (calls[name] for name in _ids(run, step)):
+                one = token_records.read_call(run.folder, step, call.id)
+                assert one is not None
+                assert len(one.trainer) == len(one.advantage) == len(call.response_ids)
+                if call.adapter == adapter:
+                    seen["trainer"] += one.trainer.tolist()
+                    seen["advantage"] += one.advantage.tolist()
+                    kept = call.response_logprobs if one.sampler is None else one.sampler.tolist()
+                    seen["sampler"] += kept
+            said = {k: row[f"{adapter}/{k}" if several else k] for k in _REPORTED}
+            assert len(seen["trainer"]) == said["tokens/trained"]
+            assert -fmean(seen["trainer"]) == pytest.approx(said["entropy"], rel=1e-5)
+            assert max(seen["advantage"]) == pytest.approx(said["advantage/max"], rel=1e-6)
+            assert min(seen["advantage"]) == pytest.approx(said["advantage/min"], rel=1e-6)
+            pairs = zip(seen["trainer"], seen["sampler"], strict=True)
+            apart = fmean(abs(one - other) for one, other in pairs)
+            assert apart == pytest.approx(said["sampler_trainer/mean_logprob_difference"], rel=1e-2)
+            for name in found:
+                found[name] += seen[name]
+    return found
+
+
+_REPORTED = (
+    "tokens/trained", "entropy", "advantage/max", "advantage/min",
+    "sampler_trainer/mean_logprob_difference",
+)  # fmt: skip
 
 
 def _ids(run: Run, step: int) -> list[str]:

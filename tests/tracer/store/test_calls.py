@@ -174,3 +174,32 @@ def test_a_reward_delivered_twice_counts_once(store: Store, claim: Claim) -> Non
     record_spans(store, [], [reward])
     record_spans(store, [], [reward, replace(reward, key="span-2", value=0.5)])
     assert [r.value for r in store.rewards([claim.rollout_id])] == [1.0, 0.5]
+
+
+def test_calls_of_a_verdict_are_read_page_by_page_newest_first(store: Store, claim: Claim) -> None:
+    names = [f"c{at}" for at in range(9)]
+    store.write_calls("boot", [], [call_of(claim, name) for name in names], 9)
+    trained = {"c0": 1, "c1": 2, "c2": 1, "c3": 2}
+    skipped = dict.fromkeys(["c4", "c5", "c6"], SkipReason.ZERO_ADVANTAGE)
+    store.settle(trained=trained, skipped=skipped)
+
+    def pages(verdict: str) -> list[list[str]]:
+        found: list[list[str]] = []
+        before = ""
+        while calls := store.judged(claim.run_id, verdict, before, limit=2):
+            found.append([call["id"] for call in calls])
+            before = calls[-1]["place"]
+        return found
+
+    assert pages("trained") == [["c3", "c1"], ["c2", "c0"]]
+    assert pages("zero_advantage") == [["c6", "c5"], ["c4"]]
+    assert pages("pending") == [["c8", "c7"]]
+    assert pages("too_long") == []
+    [one] = store.judged(claim.run_id, "trained", limit=1)
+    assert (one["prompt"], one["sampled"], one["trained_step"]) == (2, 1, 2)
+
+
+def test_busy_runners_are_those_with_a_running_attempt(store: Store, claim: Claim) -> None:
+    assert list(store.busy_runners(claim.run_id)) == ["runner"]
+    store.end_attempt(claim.attempt_id, AttemptState.SUCCEEDED)
+    assert store.busy_runners(claim.run_id) == {}

@@ -17,3 +17,18 @@ def test_adapters_and_metrics(store: Store) -> None:
     store.log_metrics(run_id, 2, {"loss": 0.5})
     store.drop_metrics_after(run_id, 1)
     assert store.metrics(run_id) == {1: {"loss": 0.25, "x": 1.0}}
+
+
+def test_metrics_are_thinned_but_for_evaluations_alerts_and_the_newest(store: Store) -> None:
+    run_id = store.create_run("test", "train", {})
+    for step in range(1, 8):
+        store.log_metrics(run_id, step, {"loss": float(step), "other": 1.0})
+    store.log_metrics(run_id, 5, {"eval/accuracy": 0.5, "a/alert/truncation": 1.0})
+    names = ["loss", "eval/accuracy", "a/alert/truncation"]
+    assert store.metrics(run_id, names, every=3) == {
+        3: {"loss": 3.0},
+        5: {"eval/accuracy": 0.5, "a/alert/truncation": 1.0},
+        6: {"loss": 6.0},
+        7: {"loss": 7.0},
+    }
+    assert list(store.logged_at(run_id, "loss", 2)) == [6, 7]

@@ -156,7 +156,8 @@ class VerdictStore:
             sa.func.length(c.response_ids).label("sampled"),
         ).where(c.run_id == run_id)  # fmt: skip
         if verdict == _TRAINED:
-            query = query.where(_WAS_TRAINED).order_by(c.trained_step.desc(), row.desc())
+            order = c.trained_step.desc(), c.skip_reason.desc(), row.desc()  # as the index has them
+            query = query.where(_WAS_TRAINED).order_by(*order)
             if before:
                 query = query.where(sa.tuple_(c.trained_step, row) < sa.tuple_(int(step), number))
         else:

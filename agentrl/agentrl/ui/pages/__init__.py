@@ -7,10 +7,12 @@ from agentrl.ui.pages import (
     evaluations,
     feedback,
     group,
+    replay,
     rollout,
     rollouts,
     runs,
     sweeps,
+    tokens,
 )
 
 PAGES = (
@@ -20,6 +22,8 @@ PAGES = (
     group.router,
     call.router,
     calls.router,
+    tokens.router,
+    replay.router,
     evaluations.router,
     compare.router,
     feedback.router,

@@ -28,7 +28,7 @@ from agentrl.ui.run_charts import books, metric_names, run_charts
 from agentrl.ui.views import page, run_of
 
 router = APIRouter()
-_MOST_POINTS = 300
+_MOST_POINTS = 200
 """Steps of a run that its charts show, about."""
 _LARGEST_FORM = 100_000
 

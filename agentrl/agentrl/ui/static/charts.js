@@ -282,7 +282,7 @@ const agentrlCharts = (() => {
     const look = theme();
     const size = { width: Math.max(canvas.clientWidth, 640), height: canvas.clientHeight + 30 };
     const option = kinds[data.kind](data, look);
-    const title = { text: data.title, left: 8, top: 4, textStyle: { color: look.ink, fontSize: 14, fontFamily: look.font } };
+    const title = { text: data.unit && data.unit !== "%" ? `${data.title} (${data.unit})` : data.title, left: 8, top: 4, textStyle: { color: look.ink, fontSize: 14, fontFamily: look.font } };
     const grid = option.grid && { ...option.grid, top: option.grid.top + 30 };
     const lower = (part) => part && { ...part, top: (part.top || 0) + 30 };
     const series = data.kind === "flow" ? option.series.map(lower) : option.series;
