@@ -257,6 +257,30 @@ REWARD_RANGE = f"a reward is a number from -{MAX_REWARD:.0f} to {MAX_REWARD:.0f}
 
 POLICY_REWARD_KEY = "policy"
 """``Reward.key`` of a policy's reward, which stands instead of emitted ones."""
+HUMAN_REWARD_KEY = "human"
+"""``Reward.key`` of a reward made from feedback; it counts where a configuration names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Feedback:
+    """What one person thinks of a rollout, or of one call. Later feedback replaces none."""
+
+    run_id: str | None  # None: of a call without a run
+    rollout_id: str | None
+    call_id: str | None  # None: of the whole rollout
+    name: str  # of what is judged: the reward is ``human:NAME``
+    author: str
+    thumb: int | None = None  # 1 or -1
+    score: float | None = None
+    label: str | None = None
+    comment: str | None = None
+    created_at: float = field(default_factory=time.time)
+    id: str = field(default_factory=new_id)
+
+    @property
+    def value(self) -> float | None:
+        """The score, else the thumb; None where only words were given."""
+        return self.thumb if self.score is None else self.score
 
 
 @dataclass(frozen=True, slots=True)

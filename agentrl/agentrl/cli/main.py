@@ -67,7 +67,7 @@ app.register_install_completion_command(help="Complete commands and flags in thi
 
 def _keep_secrets(tokens: list[str]) -> None:
     """Let agents of this user read neither memory nor arguments of a command that has keys."""
-    if tokens and tokens[0] in (*_COMMANDS, "tinker-server"):
+    if tokens and tokens[0] in (*_COMMANDS, "tinker-server", "ui"):
         from agentrl.process_privacy import hide_arguments, hide_memory
 
         hide_memory()

@@ -7,20 +7,17 @@ a million calls, needs sums and words that it does not keep. ``RolloutIndex`` ho
 
 from __future__ import annotations
 
-import contextlib
 import json
-import sqlite3
-import threading
-from collections.abc import Collection, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Collection, Sequence
 from typing import Any
 
+from agentrl.history.index_file import IndexFile
 from agentrl.runs.excerpts import answer_text, new_messages_text
 from agentrl_tracer.schemas import Attempt, Call, Reward, Rollout, RolloutState
 from agentrl_tracer.store import Store
 from agentrl_trainer.data.rewards import by_rollout, rollout_reward, winning_rewards
 
-VERSION = 2
+VERSION = 3
 """Of the layout; a file of another version is made anew."""
 _STEP = 200
 """Rollouts that one call of ``fill`` looks at."""
@@ -54,35 +51,23 @@ ended."""
 _LAYOUT = f"""
 CREATE TABLE rollout ({", ".join(f'"{name}" {kind}' for name, kind in COLUMNS.items())});
 CREATE INDEX by_place ON rollout (purpose, step, "group", "index");
-CREATE INDEX by_task ON rollout (purpose, task, step);
+CREATE INDEX by_task ON rollout (purpose, task, step, "group", "index");
+CREATE INDEX by_group ON rollout ("group", "index");
 CREATE INDEX by_status ON rollout (status, id);
 CREATE INDEX unfinished ON rollout (final) WHERE final = 0;
 CREATE TABLE call (id TEXT, rollout TEXT);
 CREATE VIRTUAL TABLE said USING fts5(text, content='');
-PRAGMA user_version = {VERSION};
 """
 
 
-class RolloutIndex:
+class RolloutIndex(IndexFile):
     """The index of one run. Any thread may read; ``fill`` is one thread's."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._lock = threading.Lock()
-        self._writer: sqlite3.Connection | None = None
-
-    @contextlib.contextmanager
-    def read(self) -> Iterator[sqlite3.Connection]:
-        """Lend a connection of its own to read with; columns by name."""
-        self._prepare()
-        with contextlib.closing(sqlite3.connect(self.path)) as connection:
-            connection.row_factory = sqlite3.Row
-            connection.execute("PRAGMA query_only=ON")
-            yield connection
+    layout, version = _LAYOUT, VERSION
 
     def fill(self, store: Store, run_id: str) -> bool:
         """Take in what is new, a few hundred rollouts at most; False if there was nothing."""
-        db = self._prepare()
+        db = self.prepare()
         [last] = db.execute("SELECT coalesce(max(id), '') FROM rollout").fetchone()
         new = store.rollout_ids_after(run_id, last, _STEP)
         running = [row[0] for row in db.execute("SELECT id FROM rollout WHERE final = 0 LIMIT 999")]
@@ -100,29 +85,6 @@ class RolloutIndex:
         with self.read() as db:
             counts = "SELECT count(*), sum(final), max(started_at) FROM rollout"
             return tuple(db.execute(counts).fetchone())
-
-    def close(self) -> None:
-        with self._lock:
-            if self._writer is not None:
-                self._writer.close()
-                self._writer = None
-
-    def _prepare(self) -> sqlite3.Connection:
-        """Return the connection that writes, with the layout in place."""
-        with self._lock:
-            if self._writer is not None and self.path.exists():  # else it was pruned
-                return self._writer
-            db = sqlite3.connect(self.path, check_same_thread=False, isolation_level=None)
-            if db.execute("PRAGMA user_version").fetchone()[0] not in (0, VERSION):
-                db.close()
-                self.path.unlink()
-                db = sqlite3.connect(self.path, check_same_thread=False, isolation_level=None)
-            db.execute("PRAGMA journal_mode=WAL")
-            db.execute("PRAGMA synchronous=OFF")  # it can be made again
-            if db.execute("PRAGMA user_version").fetchone()[0] == 0:
-                db.executescript(_LAYOUT)
-            self._writer = db
-            return db
 
     def _take_in(self, store: Store, run_id: str, ids: Collection[str]) -> None:
         if not ids:
@@ -143,25 +105,17 @@ class RolloutIndex:
             if (text := answer_text(call.response)) or call.request
         ]
         marks = ", ".join("?" * len(COLUMNS))
-        with self._lock:
-            db = self._writer
-            if db is None:  # closed meanwhile
-                return
-            db.execute("BEGIN IMMEDIATE")
-            try:
-                db.executemany(f"INSERT OR REPLACE INTO rollout VALUES ({marks})", rows)
-                for call_id, rollout_id, text in said:
-                    at = db.execute("INSERT INTO call VALUES (?, ?)", (call_id, rollout_id))
-                    db.execute("INSERT INTO said(rowid, text) VALUES (?, ?)", (at.lastrowid, text))
-                db.execute("COMMIT")
-            except BaseException:
-                db.execute("ROLLBACK")
-                raise
+        with self.write() as db:
+            db.executemany(f"INSERT OR REPLACE INTO rollout VALUES ({marks})", rows)
+            for call_id, rollout_id, text in said:
+                at = db.execute("INSERT INTO call VALUES (?, ?)", (call_id, rollout_id))
+                db.execute("INSERT INTO said(rowid, text) VALUES (?, ?)", (at.lastrowid, text))
 
 
 def _searched(asked: str, answered: str) -> str:
     """Return what a search looks through: words beyond ``_MOST_SAID`` of each are not found."""
-    return f"{asked[:_MOST_SAID]}\n{answered[:_MOST_SAID]}"
+    text = f"{asked[:_MOST_SAID]}\n{answered[:_MOST_SAID]}"
+    return text.encode(errors="replace").decode()  # SQLite takes no lone surrogates
 
 
 def _summary(

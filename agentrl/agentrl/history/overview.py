@@ -18,6 +18,9 @@ _LAST_STEPS = 12
 _DONE = "seconds/publish"
 """Logged last of a step."""
 
+_IN_TURN = ("publish", "checkpoint", "update")
+"""Phases that end one when the next begins, the last first."""
+
 Span = tuple[str, float, float, str]
 """Lane, start and end in seconds since the first, and label."""
 
@@ -62,17 +65,16 @@ def held_out_intervals(run: OpenRun, success: float) -> dict[int, tuple[float, f
     }
 
 
-def phase_spans(run: OpenRun, metrics: Mapping[int, Mapping[str, float]]) -> list[Span]:
+def phase_spans(run: OpenRun) -> list[Span]:
     """Return when the phases of the last steps were: rollouts as they ran, the rest as logged."""
     ends = run.store.logged_at(run.id, _DONE, _LAST_STEPS)
-    spans = [
-        span for step, end in ends.items() for span in _of_step(step, end, metrics.get(step, {}))
-    ]
     evaluated = run.store.logged_at(run.id, "seconds/evaluation", _LAST_STEPS)
+    names = [f"seconds/{phase}" for phase in (*_IN_TURN, "evaluation")]
+    rows = run.store.metrics(run.id, names, since=min([*ends, *evaluated], default=0))
+    spans = [span for step, end in ends.items() for span in _of_step(step, end, rows[step])]
     spans += [
-        ("evaluation", end - metrics[step].get("seconds/evaluation", 0.0), end, f"step {step}")
+        ("evaluation", end - rows[step]["seconds/evaluation"], end, f"step {step}")
         for step, end in evaluated.items()
-        if step in metrics
     ]
     query = (
         "SELECT step, min(started_at), max(started_at + coalesce(seconds, 0)) FROM rollout "
@@ -89,7 +91,7 @@ def phase_spans(run: OpenRun, metrics: Mapping[int, Mapping[str, float]]) -> lis
 
 def _of_step(step: int, end: float, row: Mapping[str, float]) -> list[Span]:
     spans: list[Span] = []
-    for phase in ("publish", "checkpoint", "update"):
+    for phase in _IN_TURN:
         seconds = row.get(f"seconds/{phase}", 0.0)
         spans.append((phase, end - seconds, end, f"step {step}"))
         end -= seconds

@@ -12,6 +12,7 @@ from agentrl.history.sources import OpenRun, Sources
 from agentrl.runs.circumstances import why_failed
 from agentrl.runs.folder import RunFolder
 from agentrl.runs.metric_names import HELD_OUT, REWARD
+from agentrl_tracer.schemas import Json
 from agentrl_tracer.store import StoreError
 
 _POINTS = 100
@@ -46,28 +47,29 @@ class Listed:
 class RunList:
     def __init__(self, sources: Sources) -> None:
         self._sources = sources
-        self._ended: dict[str, tuple[object, Listed]] = {}
+        self._ended: dict[str, tuple[object, Listed, RunFolder]] = {}
 
     def all(self) -> tuple[list[Listed], list[str]]:
         """Return every run, newest first, and a sentence for each that cannot be opened."""
         runs: list[Listed] = []
-        faults: list[str] = []
-        for name in self._sources.names():
+        elsewhere, faults = self._sources.in_stores()
+        for name in [*self._sources.names(), *elsewhere]:
             try:
-                runs.append(self._one(name))
+                runs.append(self._one(name, elsewhere.get(name)))
             except (StoreError, ConfigError, MissingSecretError, OSError) as error:
                 faults.append(f"{name}: {error}")
         return sorted(runs, key=lambda run: -run.created_at), faults
 
-    def _one(self, name: str) -> Listed:
+    def _one(self, name: str, row: Json | None) -> Listed:
         folder = RunFolder(self._sources.root / name)
-        changed = [_changed(folder, file) for file in _CHANGE]
+        changed = row or [_changed(folder, file) for file in _CHANGE]
         known = self._ended.get(name)
         if known is not None and known[0] == changed:
-            return replace(known[1], notes=read_notes(folder))
-        listed = _listed(self._sources.open(name))
+            return replace(known[1], notes=read_notes(known[2]))
+        run = self._sources.open(name)
+        listed = _listed(run)
         if listed.state != "running":
-            self._ended[name] = changed, listed
+            self._ended[name] = changed, listed, run.folder
         return listed
 
 

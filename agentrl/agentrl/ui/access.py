@@ -5,13 +5,13 @@ from __future__ import annotations
 import hmac
 import secrets
 from http.cookies import CookieError, SimpleCookie
-from pathlib import Path
 from urllib.parse import parse_qsl, urlencode
 
 from starlette.datastructures import MutableHeaders
 from starlette.responses import PlainTextResponse, RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from agentrl.history.sources import cache_folder
 from agentrl.process_privacy import open_private
 
 HEADERS = {
@@ -63,8 +63,10 @@ class TokenGate:
             response.set_cookie(self._cookie, given, httponly=True, samesite="strict")
             return response
         if self._is_token(self._cookie_of(scope)) or scope["path"].startswith(_OPEN):
-            return self._app
-        text = "Open the link that `agentrl ui` printed: it has the token of this page.\n"
+            if scope["method"] in ("GET", "HEAD") or _is_own(scope):
+                return self._app
+            return PlainTextResponse("Only the pages themselves may send forms.\n", 403)
+        text = "Open the link that `agentrl ui` printed; with an operator key, add ?token=KEY.\n"
         return PlainTextResponse(text, 403)
 
     def _is_token(self, given: str) -> bool:
@@ -82,17 +84,25 @@ class TokenGate:
         return ""
 
 
-def kept_token(folder: Path) -> str:
-    """Return the token of a folder's pages, made once: links survive a restart.
+def _is_own(scope: Scope) -> bool:
+    """Whether a request comes from a page of this address: another port is another server."""
+    headers = dict(scope["headers"])
+    host, origin = headers.get(b"host", b""), headers.get(b"origin", b"")
+    return not origin or origin.partition(b"://")[2] == host
+
+
+def kept_token(shown: str) -> str:
+    """Return the token of a folder's or store's pages, made once: links survive a restart.
+
+    It is below the home folder, which a sandboxed agent does not see.
 
     Raises:
-        OSError: the folder cannot be read or written.
+        OSError: the file cannot be read or written.
     """
-    path = folder / ".ui-token"
+    path = cache_folder(shown) / "token"
     if path.is_file() and (known := path.read_text().strip()):
         return known
     token = secrets.token_urlsafe(18)
-    folder.mkdir(parents=True, exist_ok=True)
     with open_private(path) as file:
         file.write(token.encode())
     return token

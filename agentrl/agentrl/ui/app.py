@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import uvicorn
@@ -12,7 +12,6 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp
 
 from agentrl.config.errors import ConfigError
 from agentrl.config.secrets import MissingSecretError
@@ -28,10 +27,10 @@ from agentrl_proxy.server.hosts import HostCheck
 from agentrl_tracer.store import StoreError
 
 
-def create_app(root: Path) -> FastAPI:
-    """Make the app over the runs below ``root``."""
+def create_app(root: Path, stores: Sequence[str] = ()) -> FastAPI:
+    """Make the app over the runs below ``root``, and those in PostgreSQL ``stores``."""
     app = FastAPI(openapi_url=None, lifespan=_lifespan)
-    app.state.sources, app.state.watcher = Sources(root), Watcher()
+    app.state.sources, app.state.watcher = Sources(root, stores), Watcher()
     app.state.vocabularies, app.state.replayer = Vocabularies(), Replayer()
     app.state.run_list = RunList(app.state.sources)
     for router in PAGES:
@@ -44,11 +43,10 @@ def create_app(root: Path) -> FastAPI:
 
 def serve(app: FastAPI, listening: socket.socket, token: str) -> None:
     """Serve on a bound socket until SIGINT or SIGTERM."""
-    guarded: ASGIApp = TokenGate(app, token, listening.getsockname()[1])
-    guarded = HostCheck(guarded, listening.getsockname()[0])
+    host, port = listening.getsockname()[:2]
     config = uvicorn.Config(
-        guarded, loop="uvloop", lifespan="on", access_log=False, log_config=None,
-        server_header=False, timeout_graceful_shutdown=1,
+        TokenGate(HostCheck(app, host), token, port), loop="uvloop", lifespan="on",
+        access_log=False, log_config=None, server_header=False, timeout_graceful_shutdown=1,
     )  # fmt: skip
     uvicorn.Server(config).run(sockets=[listening])
 

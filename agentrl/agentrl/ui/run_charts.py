@@ -75,7 +75,8 @@ def run_charts(
         if REWARD in row and "reward/std" in row
     }
     rewards = [curve("mean ± standard deviation", _of(metrics, REWARD), spread)]
-    rewards += [curve(one, _of(metrics, f"{one}/{REWARD}"), style="dashed") for one in adapters]
+    own = [f"{one}/{REWARD}" for one in adapters]
+    rewards += [curve(one, _of(metrics, one), style="dashed") for one in own]
     accuracy = curve("success rate", _of(metrics, HELD_OUT), intervals, style="marked")
     steps = where + quote("purpose == 'train' and step == ") + "{x}"
     evaluated = where + quote("purpose == 'eval' and step == ") + "{x}"

@@ -33,7 +33,7 @@ def _visible(found: re.Match[str]) -> str:
 def markdown(text: str) -> Markup:
     """Render Markdown: images as links to them, headings as bold lines. Long texts stay text."""
     if len(text) > _MOST_MARKDOWN:
-        return Markup("<pre>{}</pre>").format(plain(text))
+        return Markup('<pre tabindex="0">{}</pre>').format(plain(text))
     return Markup(_markdown.render(plain(text)))
 
 

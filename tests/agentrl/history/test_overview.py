@@ -9,11 +9,18 @@ from ui_pages import fill_indexes, record_run
 
 from agentrl.config.errors import ConfigError
 from agentrl.history.notes import Notes, read_notes, write_notes
-from agentrl.history.overview import alerts_of, held_out_intervals, progress_of, share_by_phase
+from agentrl.history.overview import (
+    alerts_of,
+    held_out_intervals,
+    phase_spans,
+    progress_of,
+    share_by_phase,
+)
 from agentrl.history.sources import Sources
 from agentrl.runs.circumstances import note_start
 from agentrl.runs.folder import RunFolder
 from agentrl.runs.statistics import wilson
+from agentrl_tracer.store import Store
 
 
 def test_remaining_time_is_the_median_step_times_the_steps_left(tmp_path: Path) -> None:
@@ -64,3 +71,16 @@ def test_damaged_notes_are_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"notes\.json is damaged"):
         write_notes(RunFolder(tmp_path), note="new")
     assert (tmp_path / "notes.json").read_text() == "{"
+
+
+def test_phases_of_the_last_steps_have_their_lengths_in_a_long_run(tmp_path: Path) -> None:
+    record_run(tmp_path, "one")
+    with contextlib.closing(Store(str(tmp_path / "one" / "store.db"))) as store:
+        [run] = store.runs()
+        for step in range(5, 501):
+            store.log_metrics(run["id"], step, {"seconds/update": 4.0, "seconds/publish": 0.5})
+    with contextlib.closing(Sources(tmp_path)) as sources:
+        spans = phase_spans(sources.open("one"))
+    updates = [(end - start, label) for lane, start, end, label in spans if lane == "update"]
+    assert [label for _, label in updates] == [f"step {step}" for step in range(489, 501)]
+    assert [seconds for seconds, _ in updates] == pytest.approx([4.0] * 12)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 from safetensors.torch import load_file
@@ -166,6 +167,10 @@ def test_a_run_on_tinker_is_the_run_here(
         assert row.keys() == other.keys()
         for name in {name for name in row if not name.endswith(of_sharing)}:
             assert row[name] == pytest.approx(other[name], rel=1e-3, abs=2e-5), name
+    for file in here.folder.tokens.iterdir():
+        with np.load(file) as ours, np.load(there.folder.tokens / file.name) as theirs:
+            for name in ("offsets", "trainer", "advantage"):
+                assert theirs[name] == pytest.approx(ours[name], rel=1e-3, abs=2e-5), name
     ours, theirs = weights(here, served.folder), weights(there, served.folder)
     assert ours.keys() == theirs.keys()
     # B begins at zero, so this is the update. Adam magnifies the last bits of small gradients.

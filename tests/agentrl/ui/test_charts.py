@@ -3,7 +3,9 @@ from __future__ import annotations
 import json
 
 from agentrl.ui.charts import bars, curve, flow, lines, timeline
+from agentrl.ui.run_charts import books, metric_names, run_charts
 from agentrl.ui.views import _templates
+from agentrl_tracer.schemas import Accounting
 
 
 def _rendered(chart: object) -> str:
@@ -58,3 +60,29 @@ def test_a_flow_leaves_out_what_is_empty_and_lists_it() -> None:
     chart = flow("b", "Books", [("a", "b", 3), ("a", "c", 0)], {"b": "/b"}, "calls")
     assert [link["target"] for link in chart["drawn"]["links"]] == ["b"]
     assert chart["table"]["rows"] == [["a", {"text": "b", "href": "/b"}, 3], ["a", "c", 0]]
+
+
+def test_each_of_several_adapters_has_its_own_curves() -> None:
+    row = {
+        "reward/mean": 0.5,
+        "a/reward/mean": 0.4,
+        "a/loss": 1.0,
+        "b/loss": 2.0,
+        "a/clip_fraction": 0,
+    }
+    charts = {
+        one["id"]: one["drawn"]["series"] for one in run_charts("r", {1: row}, {}, [], ["a", "b"])
+    }
+    assert [one["name"] for one in charts["loss"]] == ["a/loss", "b/loss"]
+    assert [one["name"] for one in charts["reward"]][1:] == ["a/reward/mean"]
+    assert row.keys() <= metric_names(["a", "b"])
+    assert "a/alert/truncation" in metric_names(["a", "b"])
+
+
+def test_books_that_do_not_add_up_show_what_is_missing() -> None:
+    links = books("r", Accounting(10, 8, 5, {"too_long": 1}, 2))["drawn"]["links"]
+    flows = {(one["source"], one["target"]): one["value"] for one in links}
+    assert flows == {
+        ("proxied", "recorded"): 8, ("proxied", "not recorded"): 2, ("recorded", "trained"): 5,
+        ("recorded", "too_long"): 1, ("recorded", "pending"): 2,
+    }  # fmt: skip

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from html import unescape
+from pathlib import Path
 
 from starlette.testclient import TestClient
-from ui_pages import HOSTILE, LONG_LINE, TOOL_ANSWER, Recorded
+from store_records import call_of, claimed, enqueue
+from ui_pages import HOSTILE, LONG_LINE, TOOL_ANSWER, Recorded, fill_indexes
+
+from agentrl.runs.folder import RunFolder
+from agentrl.ui.app import create_app
+from agentrl_tracer.schemas import AttemptState, Policies
+from agentrl_tracer.store import Store
 
 
 def _rollout(recorded: Recorded, name: str) -> str:
@@ -24,7 +32,7 @@ def test_a_rollout_shows_its_trace_conversations_and_output(client: TestClient, 
     assert text.count(TOOL_ANSWER) >= 2  # the tool's span, and the message
     assert "<strong>I am" in text
     assert "Let me see." in text[text.index("Reasoning") :]
-    assert "continues an earlier call&#39;s exact tokens" in text
+    assert "continues an earlier call's exact tokens" in text
     assert "rendered anew: first call" in text
     assert re.search(r'<rect x="[\d.]+" y="2" width="[\d.]+"', text)
     assert "asking about" in text[text.index("<h2>Output</h2>") :]
@@ -123,3 +131,30 @@ def test_the_table_has_a_column_for_each_named_reward(client: TestClient, record
     assert re.search(r'aria-sort="descending"><a [^>]+>clarity</a>', text)
     assert "Sampled tokens" in text
     assert client.get(f"{recorded.run}/rollouts?where=reward<").text.count('role="alert"') == 1
+
+
+def test_of_many_calls_the_first_are_shown_and_the_rest_on_demand(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "many", "train")
+    with contextlib.closing(Store(str(folder.store))) as store:
+        run_id = store.create_run("many", "train", {}, Policies(on_error="retry"))
+        folder.write(folder.run_id, run_id)
+        folder.write_json(folder.config, {})
+        enqueue(store, run_id, {"n": "\ud800"}, step=1)
+        store.end_attempt(claimed(store).attempt_id, AttemptState.ERROR, error="ValueError: odd")
+        claim = claimed(store)
+        said = [{"role": "user", "content": f"odd \ud800 number {i}"} for i in range(25)]
+        calls = [
+            call_of(claim, f"c#{i}", seq=i, request={"messages": said[: i + 1]}) for i in range(25)
+        ]
+        store.write_calls("boot", [], calls, 25)
+        store.end_attempt(claim.attempt_id, AttemptState.SUCCEEDED)
+    fill_indexes(tmp_path)
+    with TestClient(create_app(tmp_path)) as client:
+        text = client.get(f"/runs/many/rollouts/{claim.rollout_id}").text
+        assert "ValueError: odd" in text
+        assert text.count("odd \ufffd number") == 20
+        assert text.count("Show this call</a>") == 5
+        rest = client.get("/runs/many/calls/c%2324").text
+        assert "Earlier messages of this conversation: 24" in rest
+        assert "number 24" in rest
+        assert client.get("/runs/many/groups/g").status_code == 200

@@ -176,6 +176,26 @@ def test_a_reward_delivered_twice_counts_once(store: Store, claim: Claim) -> Non
     assert [r.value for r in store.rewards([claim.rollout_id])] == [1.0, 0.5]
 
 
+def test_the_longest_call_of_an_attempt_is_the_one_with_most_tokens_and_else_the_last(
+    store: Store, claim: Claim
+) -> None:
+    judge = {"adapter": None, "prompt_ids": [], "response_ids": [], "response_logprobs": []}
+    calls = [
+        call_of(claim, "short", seq=0),
+        call_of(claim, "long", seq=1, prompt_ids=[1, 2, 3, 4]),
+        call_of(claim, "judge", seq=2, **judge),
+    ]
+    store.write_calls("boot", [], calls, 3)
+    assert [call.id for call in store.longest_calls([claim.attempt_id, "none"])] == ["long"]
+    assert store.longest_calls([]) == []
+    run_id = start_run(store)
+    other = claimed(store)
+    assert other.run_id == run_id
+    asked = [call_of(other, f"asked-{seq}", seq=seq, **judge) for seq in range(2)]
+    store.write_calls("boot", [], asked, 5)
+    assert [call.id for call in store.longest_calls([other.attempt_id])] == ["asked-1"]
+
+
 def test_calls_of_a_verdict_are_read_page_by_page_newest_first(store: Store, claim: Claim) -> None:
     names = [f"c{at}" for at in range(9)]
     store.write_calls("boot", [], [call_of(claim, name) for name in names], 9)

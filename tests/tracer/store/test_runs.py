@@ -19,6 +19,14 @@ def test_adapters_and_metrics(store: Store) -> None:
     assert store.metrics(run_id) == {1: {"loss": 0.25, "x": 1.0}}
 
 
+def test_one_task_is_found_by_its_split_and_place(store: Store) -> None:
+    run_id = store.create_run("test", "train", {})
+    store.add_tasks(run_id, "train", [{"n": 0}, {"n": 1}])
+    store.add_tasks(run_id, "eval", [{"n": 7}])
+    assert store.task(run_id, "train", 1) == {"n": 1}
+    assert store.task(run_id, "eval", 1) is None
+
+
 def test_metrics_are_thinned_but_for_evaluations_alerts_and_the_newest(store: Store) -> None:
     run_id = store.create_run("test", "train", {})
     for step in range(1, 8):

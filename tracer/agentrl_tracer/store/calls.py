@@ -31,6 +31,13 @@ _CALL_UPDATES = tuple(c.name for c in _CALL_COLUMNS if c.name not in ("id", *_VE
 _WITHOUT_BODIES = [
     sa.null().label(c.name) if c.name in ("request", "response") else c for c in _CALL_COLUMNS
 ]
+_MOST_SHOWN = 100_000
+_SHORT_BODIES = [  # of a call with a larger body, None
+    sa.case((sa.func.length(sa.cast(c, sa.Text)) <= _MOST_SHOWN, c), else_=sa.null()).label(c.name)
+    if c.name in ("request", "response")
+    else c
+    for c in _CALL_COLUMNS
+]
 _IN_ORDER = attrgetter("attempt_id", "seq", "choice")
 
 _ROW = (*(c.name for c in _CALL_COLUMNS), "gateway")
@@ -215,14 +222,49 @@ class CallStore(VerdictStore, RewardStore):
         # Sorted here: a database would copy the rows, tokens and all.
         return sorted((_call(row) for row in self.db.fetch_rows(query)), key=_IN_ORDER)
 
-    def last_calls(self, attempt_ids: Collection[str]) -> list[Call]:
-        """Return the call of each attempt that was accepted last, with its other choices."""
-        last = sa.select(t.calls.c.attempt_id, sa.func.max(t.calls.c.seq)).where(
-            self.db.among(t.calls.c.attempt_id, attempt_ids)
-        )
-        place = sa.tuple_(t.calls.c.attempt_id, t.calls.c.seq)
-        query = sa.select(*_CALL_COLUMNS).where(place.in_(last.group_by(t.calls.c.attempt_id)))
-        return sorted((_call(row) for row in self.db.fetch_rows(query)), key=_IN_ORDER)
+    def longest_calls(self, attempt_ids: Collection[str]) -> list[Call]:
+        """Return the call of each attempt that has the most tokens, which holds the whole of the
+        conversation; the last one among equals."""
+        size = sa.func.length(t.calls.c.prompt_ids) + sa.func.length(t.calls.c.response_ids)
+        columns = t.calls.c.attempt_id, size, t.calls.c.seq, t.calls.c.id
+        query = sa.select(*columns).where(self.db.among(t.calls.c.attempt_id, attempt_ids))
+        longest: dict[str, tuple[int, int, str]] = {}
+        for attempt_id, *place in self.db.fetch_rows(query):
+            longest[attempt_id] = max(longest.get(attempt_id, (-1, -1, "")), tuple(place))
+        ids = [call_id for _, _, call_id in longest.values()]
+        found = sa.select(*_CALL_COLUMNS).where(self.db.among(t.calls.c.id, ids))
+        return [_call(row) for row in self.db.fetch_rows(found)]
+
+    def calls_without_run(
+        self,
+        limit: int,
+        *,
+        before: tuple[float, str] | None = None,
+        after: tuple[float, str] | None = None,
+        ids: Collection[str] | None = None,
+    ) -> list[Call]:
+        """Return calls that belong to no run, newest first; bodies up to 100,000 characters.
+
+        Args:
+            before: start and id of a call: only those that came before it.
+            after: the same the other way, oldest first.
+            ids: only these.
+        """
+        place = sa.tuple_(t.calls.c.started_at, t.calls.c.id)
+        query = sa.select(*_SHORT_BODIES).where(t.calls.c.run_id.is_(None)).limit(limit)
+        if before is not None:
+            query = query.where(place < before)
+        if after is not None:
+            query = query.where(place > after)
+        if ids is not None:
+            query = query.where(self.db.among(t.calls.c.id, ids))
+        order = (t.calls.c.started_at, t.calls.c.id)
+        query = query.order_by(*(order if after else (column.desc() for column in order)))
+        return [_call(row) for row in self.db.fetch_rows(query)]
+
+    def count_calls_without_run(self) -> int:
+        query = sa.select(sa.func.count()).where(t.calls.c.run_id.is_(None))
+        return self.db.fetch_rows(query.select_from(t.calls))[0][0]
 
     def newest_calls(self, run_id: str | None, limit: int | None) -> list[Call]:
         """Return the newest calls of a run, or (None) those of no run, the newest first."""

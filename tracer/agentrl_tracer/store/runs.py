@@ -63,6 +63,11 @@ class RunStore(VerdictStore):
         """Return all runs in order of creation."""
         return [dict(row) for row in self.db.fetch(sa.select(t.runs).order_by(t.runs.c.created_at))]
 
+    def run(self, run_id: str) -> Json | None:
+        """Return one run; None if there is no such run."""
+        rows = self.db.fetch(sa.select(t.runs).where(t.runs.c.id == run_id))
+        return dict(rows[0]) if rows else None
+
     def add_tasks(self, run_id: str, split: str, data: Sequence[Json]) -> list[str]:
         """Store the tasks of a split, idempotently; return their ids in order."""
         rows = [
@@ -118,17 +123,18 @@ class RunStore(VerdictStore):
             self.db.execute(self.db.upsert(t.metrics, update=("value", "at")), rows)
 
     def metrics(
-        self, run_id: str, names: Collection[str] | None = None, *, every: int = 1
+        self, run_id: str, names: Collection[str] | None = None, *, every: int = 1, since: int = 0
     ) -> dict[int, dict[str, float]]:
         """Return ``{step: {name: value}}``, steps ascending.
 
         Args:
             names: leave others out.
             every: of the steps keep multiples of this, those with an evaluation, and the newest.
+            since: the first step.
         """
         found: dict[int, dict[str, float]] = {}
         m = t.metrics.c
-        query = sa.select(m.step, m.name, m.value).where(m.run_id == run_id)
+        query = sa.select(m.step, m.name, m.value).where(m.run_id == run_id, m.step >= since)
         if names is not None:
             query = query.where(self.db.among(m.name, names))
         if every > 1:

@@ -13,7 +13,16 @@ from typing import Any, get_args, get_type_hints
 
 import sqlalchemy as sa
 
-from agentrl_tracer.schemas import AdapterVersion, Attempt, Call, Json, Reward, Rollout, Span
+from agentrl_tracer.schemas import (
+    AdapterVersion,
+    Attempt,
+    Call,
+    Feedback,
+    Json,
+    Reward,
+    Rollout,
+    Span,
+)
 
 metadata = sa.MetaData()
 
@@ -122,6 +131,17 @@ calls = sa.Table(
     sa.Index("calls_rollout", "rollout_id"),
     sa.Index("calls_accounting", "run_id", "trained_step", "skip_reason"),
 )
+_served = calls.c.run_id.is_(None)
+# Calls of ``agentrl serve`` in order of time; calls of runs do not pay for it. With run_id in it
+# SQLite prefers it to ``calls_accounting``, after which it would have to sort.
+sa.Index(
+    "calls_served",
+    calls.c.run_id,
+    calls.c.started_at,
+    calls.c.id,
+    sqlite_where=_served,
+    postgresql_where=_served,
+)
 
 # How many calls have each verdict, kept by the transactions that give verdicts: counting the calls
 # themselves takes seconds at a million.
@@ -145,6 +165,15 @@ rewards = sa.Table(
     metadata,
     *_columns(Reward, "attempt_id", "key"),
     sa.Index("rewards_rollout", "rollout_id"),
+)
+
+feedback = sa.Table(
+    "feedback",
+    metadata,
+    *_columns(Feedback, "id"),
+    sa.Index("feedback_run", "run_id"),
+    sa.Index("feedback_rollout", "rollout_id"),
+    sa.Index("feedback_call", "call_id"),
 )
 
 adapters = sa.Table("adapters", metadata, *_columns(AdapterVersion, "run_id", "name", "version"))

@@ -71,8 +71,6 @@ class StepBatch:
     rows: list[TrainingRow] = field(default_factory=list[TrainingRow])
     calls_of_rows: list[list[str]] = field(default_factory=list[list[str]])
     """The ids of the calls that each row trains."""
-    first_pass: list[SeenRow] = field(default_factory=list[Any])
-    """What the learner saw of each row that trained, once it has."""
     trained: set[str] = field(default_factory=set[str])
     skipped: dict[str, SkipReason] = field(default_factory=dict[str, SkipReason])
     rewards: dict[str, float | None] = field(default_factory=dict[str, float | None])
@@ -85,6 +83,8 @@ class StepBatch:
     """Why each member of a group does not train; None: it does."""
     off_policy: Counter[str] = field(default_factory=Counter[str])
     """Trained calls by how their sampling deviated from the policy at temperature 1."""
+    first_pass: list[SeenRow] = field(default_factory=list[Any])
+    """What the learner saw of each row that trained, once it has."""
 
     def refuse(self, why: SkipReason) -> None:
         """Mark all calls as skipped: the learner did not apply the step."""

@@ -50,7 +50,7 @@ def group_page(request: Request, name: str, group_id: str, at: int = 0) -> Respo
     at = max(at, 0)
     shown = rows[at : at + _SIDE_BY_SIDE]
     row = run.current()
-    calls = _longest_calls(run, shown)
+    calls = longest_calls(run, shown)
     vocabulary, fault = _vocabulary(request, row)
     known = [call for call in calls if call]
     sequences = [call.prompt_ids + call.response_ids for call in known]
@@ -67,21 +67,14 @@ def group_page(request: Request, name: str, group_id: str, at: int = 0) -> Respo
     )  # fmt: skip
 
 
-def _longest_calls(run: OpenRun, rows: Sequence[Row]) -> list[Call | None]:
-    """Return the call of each rollout that has the most tokens: the whole of its conversation."""
+def longest_calls(run: OpenRun, rows: Sequence[Row]) -> list[Call | None]:
+    """Return the longest call of each rollout, of the attempt that won or else the last one."""
     ids = [row["id"] for row in rows]
-    winners = {rollout.id: rollout.winner for rollout in run.store.rollouts(run.id, ids=ids)}
-    longest: dict[str, Call] = {}
-    for call in run.store.calls(rollout_ids=ids, bodies=False):
-        rollout = call.rollout_id or ""
-        if winners.get(rollout) in (None, call.attempt_id):
-            known = longest.get(rollout)
-            longest[rollout] = call if known is None else max(known, call, key=_length)
-    return [run.store.call(longest[one].id) if one in longest else None for one in ids]
-
-
-def _length(call: Call) -> int:
-    return sum(call.tokens or (0, 0))
+    attempts = {attempt.rollout_id: attempt.id for attempt in run.store.attempts(ids)}
+    winners = {one.id: one.winner for one in run.store.rollouts(run.id, ids=ids) if one.winner}
+    found = run.store.longest_calls([*(attempts | winners).values()])
+    calls = {call.rollout_id: call for call in found}
+    return [calls.get(one) for one in ids]
 
 
 def _shared_messages(calls: Sequence[Call]) -> list[Message]:

@@ -16,12 +16,11 @@ from agentrl.history.conversation import answered
 from agentrl.history.replays import replay, replays_of
 from agentrl.history.sources import OpenRun
 from agentrl.history.vocabulary import Vocabulary
-from agentrl.ui.pages.tokens import show_tokens
+from agentrl.ui.pages.tokens import cut, show_tokens
 from agentrl.ui.views import page, run_of
 from agentrl_tracer.schemas import Call
 
 router = APIRouter()
-_SHOWN = 60_000  # characters of an answer
 
 
 @router.get("/runs/{name}/calls/{call_id}/replay")
@@ -135,6 +134,6 @@ def _replayer(request: Request) -> Replayer:
 def _text(call: Call, vocabulary: Vocabulary | None) -> str:
     """Return an answer as it was sampled, or as a provider wrote it."""
     if call.response_ids and vocabulary is not None:
-        return vocabulary.text(call.response_ids)[:_SHOWN]
+        return cut(vocabulary.text(call.response_ids))
     said: Any = answered(call)
-    return (said.text if said else call.error or "")[:_SHOWN]
+    return cut(said.text if said else "")

@@ -88,7 +88,7 @@ def rollout_page(
     for reward in winning_rewards(rollout, rewards):
         earned[reward.name] = earned.get(reward.name, 0.0) + reward.value
     calls = [call for trace in traces for call in trace.calls]
-    rows, span_s = _rows(traces)
+    rows, left_out, span_s = _rows(traces)
     table = Query(where, search, sort, offset=at)
     return page(
         request, "rollout.html", run=run.current(), rollout=rollout, traces=traces,
@@ -96,7 +96,7 @@ def rollout_page(
         task_index=task_index(rollout), reward=rollout_reward(rollout, rewards), rewards=earned,
         verdicts=Counter(verdict_of(call) or "no verdict yet" for call in calls),
         tokens=[sum(counts) for counts in zip(*(one.tokens for one in traces), strict=True)],
-        rows=rows[:_ROWS], more_rows=len(rows) - _ROWS, span_s=span_s, calls=_chats(run, calls),
+        rows=rows, more_rows=left_out, span_s=span_s, calls=_chats(run, calls),
         logs=[_log_end(run, trace.attempt) for trace in traces], table=table,
         beside=_beside(run, rollout, table),
         is_live=rollout.state in (RolloutState.QUEUED, RolloutState.RUNNING),
@@ -134,13 +134,14 @@ def _beside(run: OpenRun, rollout: Rollout, table: Query) -> list[Beside]:
     return [one for one in found if one and (one.before or one.after)]
 
 
-def _rows(traces: Sequence[AttemptTrace]) -> tuple[list[TraceRow], float]:
-    """Return the rows of the trace, and the seconds that its axis spans."""
+def _rows(traces: Sequence[AttemptTrace]) -> tuple[list[TraceRow], int, float]:
+    """Return the rows of the trace, how many are left out, and the seconds that its axis spans."""
     nodes = [placed for trace in traces for placed in trace.tree.walk()]
     times = [at for _, node in nodes for at in (node.start, node.end) if at is not None]
     start, end = min(times, default=0.0), max(times, default=0.0)
     scale = 100 / (end - start) if end > start else 0.0
-    return [_row(depth, node, start, end, scale) for depth, node in nodes], end - start
+    rows = [_row(depth, node, start, end, scale) for depth, node in nodes[:_ROWS]]
+    return rows, len(nodes) - len(rows), end - start
 
 
 def _row(depth: int, node: Node, start: float, end: float, scale: float) -> TraceRow:

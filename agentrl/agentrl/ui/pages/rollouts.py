@@ -10,6 +10,7 @@ from agentrl.config.errors import ConfigError
 from agentrl.history.conversation import Message, answered
 from agentrl.history.rollout_table import NAMES, Page, Query, Row, find_rollouts, of_task
 from agentrl.history.sources import OpenRun
+from agentrl.ui.pages.group import longest_calls
 from agentrl.ui.views import page, run_of
 
 router = APIRouter()
@@ -74,11 +75,7 @@ def _is_task(run: OpenRun, split: str, index: int) -> bool:
 
 
 def _answers(run: OpenRun, rows: list[Row]) -> dict[str, Message]:
-    """Return the last answer of each rollout that succeeded, by rollout."""
-    rollouts = run.store.rollouts(run.id, ids=[row["id"] for row in rows])
-    winners = {rollout.winner for rollout in rollouts} - {None}
-    found: dict[str, Message] = {}
-    for call in run.store.last_calls([winner for winner in winners if winner]):
-        if call.choice == 0 and call.rollout_id and (answer := answered(call)):
-            found[call.rollout_id] = answer
-    return found
+    """Return the answer that ends each rollout's longest conversation, by rollout."""
+    calls = longest_calls(run, rows)
+    answers = ((row["id"], call and answered(call)) for row, call in zip(rows, calls, strict=True))
+    return {rollout: answer for rollout, answer in answers if answer}

@@ -60,7 +60,7 @@ def run_page(request: Request, name: str) -> Response:
     return page(
         request, "run.html", run=row, progress=progress_of(run, row["state"]),
         why=why_failed(run.folder) if row["state"] == "failed" else None, every=every,
-        charts=run_charts(name, metrics, intervals, phase_spans(run, metrics), adapters),
+        charts=run_charts(name, metrics, intervals, phase_spans(run), adapters),
         books=books(name, kept) if kept.proxied or kept.recorded else None, kept=kept,
         alerts=alerts_of(metrics), outcomes=outcomes, failed=failed,
         busy=run.store.busy_runners(run.id) if row["state"] == "running" else {},
@@ -99,7 +99,8 @@ async def live(request: Request, name: str) -> Response:
 def _commands(run: OpenRun, state: str, config: dict[str, Any]) -> list[tuple[str, str]]:
     """Return what each command does, and the command."""
     folder, commands = run.folder, list[tuple[str, str]]()
-    if run.row["kind"] == "train" and state in ("interrupted", "failed"):
+    ended_early = state in ("interrupted", "failed")
+    if run.row["kind"] == "train" and ended_early and folder.exists():
         commands.append(("Continue the run", f"agentrl train --resume {shown(folder.root)}"))
     model = ModelSettings(
         name=recorded(config, "model.name", "agentrl-tiny"),

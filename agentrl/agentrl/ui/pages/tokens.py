@@ -19,7 +19,7 @@ from agentrl_tracer.schemas import Call
 router = APIRouter()
 
 _PAGE = 2000  # tokens
-_PROMPT = 12_000  # characters of each part of a prompt
+_SHOWN = 12_000  # characters of an answer, or of each part of a prompt
 _TITLES = {
     "sampler": "Sampler's log-prob",
     "trainer": "Trainer's log-prob",
@@ -121,13 +121,14 @@ def _prompt(run: OpenRun, call: Call, vocabulary: Vocabulary | None) -> dict[str
     origin = origin_of(call, earlier)
     ids = call.prompt_ids
     parts = (ids[: origin.shared], ids[origin.shared :])
-    shared, rest = (_cut(vocabulary.text(part)) if vocabulary and part else "" for part in parts)
+    shared, rest = (cut(vocabulary.text(part)) if vocabulary and part else "" for part in parts)
     reason = str(call.params.get("branched") or "").replace("_", " ")
     return {"origin": origin, "count": len(ids), "shared": shared, "rest": rest, "reason": reason}
 
 
-def _cut(text: str) -> str:
-    if len(text) <= _PROMPT:
+def cut(text: str) -> str:
+    """Leave out the middle of a long text, and say how much."""
+    if len(text) <= _SHOWN:
         return text
-    half = _PROMPT // 2
-    return f"{text[:half]}\n[… {len(text) - _PROMPT:,} characters …]\n{text[-half:]}"
+    half = _SHOWN // 2
+    return f"{text[:half]}\n[… {len(text) - _SHOWN:,} characters …]\n{text[-half:]}"

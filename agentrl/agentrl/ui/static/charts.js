@@ -50,11 +50,10 @@ const agentrlCharts = (() => {
     };
   }
 
-  const legend = (theme, names) =>
-    names.length > 1
-      ? { data: names, type: "scroll", top: 0, left: 0, textStyle: { color: theme.ink },
-          pageTextStyle: { color: theme.ink }, pageIconColor: theme.ink }
-      : { show: false };
+  const legend = (theme, names) => ({
+    data: names, type: "scroll", top: 0, left: 0, textStyle: { color: theme.ink },
+    pageTextStyle: { color: theme.ink }, pageIconColor: theme.ink,
+  });
 
   const spreadText = (spread, unit) =>
     spread ? ` (${figure(spread[0], unit)} to ${figure(spread[1], unit)})` : "";
@@ -111,7 +110,7 @@ const agentrlCharts = (() => {
       const base = common(theme);
       return {
         ...base, legend: legend(theme, names), series,
-        grid: { left: 12, right: 16, top: (names.length > 1 ? 34 : 14) + (chart.y ? 14 : 0), bottom: 28, containLabel: true },
+        grid: { left: 12, right: 16, top: chart.y ? 48 : 34, bottom: 28, containLabel: true },
         xAxis: axis(theme, { type: "value", name: chart.x, minInterval: 1, min: "dataMin", max: "dataMax", splitLine: { show: false } }),
         yAxis: axis(theme, {
           type: chart.log ? "log" : "value", name: chart.y, nameLocation: "end", nameGap: 8, scale: true, show: true,
@@ -146,7 +145,7 @@ const agentrlCharts = (() => {
       const values = axis(theme, { type: "value", axisLabel: { color: theme.faint, hideOverlap: true, formatter: onAxis(chart.unit) } });
       const base = common(theme);
       return {
-        ...base, legend: legend(theme, chart.series.map((one) => one.name)), series,
+        ...base, legend: { ...legend(theme, chart.series.map((one) => one.name)), show: chart.series.length > 1 }, series,
         grid: { left: 12, right: 16, top: chart.series.length > 1 ? 34 : 14, bottom: 10, containLabel: true },
         xAxis: chart.horizontal ? values : names, yAxis: chart.horizontal ? names : values,
         tooltip: {
