@@ -83,6 +83,8 @@ class Recorded:
             **{kind: f"{self.run}/rollouts/{self.ids[kind]}" for kind in KINDS},
             "call": f"{self.run}/calls/{self.ids['call']}",
             "raw": f"{self.run}/calls/{self.ids['call']}/raw",
+            "evaluations": f"{self.run}/evaluations",
+            "compare": f"/compare?run={self.name}&run={self.other}",
             "tokens": f"{self.run}/calls/{self.ids['call']}/tokens",
             "replay": f"{self.run}/calls/{self.ids['call']}/replay",
             "group": f"{self.run}/groups/{self.ids['group']}",
