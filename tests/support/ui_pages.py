@@ -90,8 +90,6 @@ class Recorded:
             "group": f"{self.run}/groups/{self.ids['group']}",
             "task": f"{self.run}/tasks/eval/{_TASKS - 1}",
             "calls": f"{self.run}/calls?verdict=other_agent",
-            "evaluations": f"{self.run}/evaluations",
-            "compare": f"/compare?run={self.name}&run={self.other}",
             "sweeps": "/sweeps",
         }
 
