@@ -83,11 +83,14 @@ class Recorded:
             **{kind: f"{self.run}/rollouts/{self.ids[kind]}" for kind in KINDS},
             "call": f"{self.run}/calls/{self.ids['call']}",
             "raw": f"{self.run}/calls/{self.ids['call']}/raw",
+            "evaluations": f"{self.run}/evaluations",
+            "compare": f"/compare?run={self.name}&run={self.other}",
             "tokens": f"{self.run}/calls/{self.ids['call']}/tokens",
             "replay": f"{self.run}/calls/{self.ids['call']}/replay",
-            "sweeps": "/sweeps",
             "group": f"{self.run}/groups/{self.ids['group']}",
-            "task": f"{self.run}/tasks/eval/5",
+            "task": f"{self.run}/tasks/eval/{_TASKS - 1}",
+            "calls": f"{self.run}/calls?verdict=other_agent",
+            "sweeps": "/sweeps",
         }
 
 
@@ -380,9 +383,11 @@ class Tab:
 
 
 @contextlib.contextmanager
-def open_tab(browser: Any, link: str, *, width: int = 1280, scheme: str = "light") -> Iterator[Tab]:
+def open_tab(
+    browser: Any, link: str, *, width: int = 1280, height: int = 900, scheme: str = "light"
+) -> Iterator[Tab]:
     """Open a tab of its own cookies at the page that ``link`` leads to."""
-    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
     page, origin = context.new_page(), link.split("/?")[0]
     tab = Tab(page, origin)
     page.on("console", lambda said: tab.faults.append(said.text) if said.type == "error" else None)

@@ -39,10 +39,11 @@ def show_evaluations(console: Console, run: OpenRun) -> None:
         {
             "evaluation": f"step {step}",
             "tasks": f"{len(known)}",
-            "success": success(known),
-            **{f"pass@{k}": chance for k, chance in pass_at(known).items() if k > 1},
+            "measure": "success" if k == 1 else f"pass@{k}",
+            "95 % interval": chance,
         }
         for step, known in found.items()
+        for k, chance in pass_at(known).items()
     ]
     _print(console, rows)
     first, last = next(iter(found)), next(reversed(found))
@@ -80,12 +81,13 @@ def show_comparison(console: Console, runs: Sequence[OpenRun]) -> None:
             rows = [
                 {
                     name: run_name,
-                    "first": f"{curve[0]:.3g}" if curve else "–",
-                    "last": f"{curve[-1]:.3g}" if curve else "–",
-                    "best": f"{max(curve):.3g}" if curve else "–",
+                    "first": f"{curve[0]:.3g}",
+                    "last": f"{curve[-1]:.3g}",
+                    "best": f"{max(curve):.3g}",
                     "curve": sparkline(curve[-_CURVE:]),
                 }
                 for run_name, curve in zip(names, curves, strict=True)
+                if curve
             ]
             _print(console, rows)
     newest = list(zip(names, held_out(runs, stored_outcomes), strict=True))

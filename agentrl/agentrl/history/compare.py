@@ -40,9 +40,14 @@ class HeldOut:
 
 
 def differences(runs: Sequence[OpenRun]) -> dict[str, list[Any]]:
-    """Return the settings that are not equal in all runs, with each run's value; None if unset."""
+    """Return the settings that are not equal in all runs, with each run's value; None if unset.
+
+    Runs of several kinds, such as train and eval, are compared in the settings that all have.
+    """
     settings = [flattened(run.row["config"]) for run in runs]
     names = dict.fromkeys(name for each in settings for name in each)
+    if len({run.row["kind"] for run in runs}) > 1:
+        names = [name for name in names if all(name in each for each in settings)]
     values = {name: [each.get(name) for each in settings] for name in names}
     return {
         name: given
@@ -57,7 +62,7 @@ def held_out(
     """Return the newest evaluation of each run; None without one.
 
     Args:
-        read: ``indexed_outcomes`` or ``stored_outcomes``.
+        read: ``known_outcomes`` or ``stored_outcomes``.
     """
     known = [max(read(run).items(), default=(0, {}), key=lambda one: one[0]) for run in runs]
     by_data = [_by_data(run, found) for run, (_, found) in zip(runs, known, strict=True)]

@@ -24,6 +24,8 @@ from agentrl_trainer.data.rewards import rollout_rewards
 NO_VALUE = "none"
 _MOST_VALUES = 20
 """Different values of a field that are shown one by one; more numbers are shown in quarters."""
+SMALL = 2_000
+"""Rollouts of a run whose evaluations pages read from its store until they are indexed."""
 _OUTCOMES = """
 SELECT step, task, coalesce(sum(reward >= ?), 0) AS successes, count(*) AS samples, min(id)
 FROM rollout WHERE purpose = 'eval' AND final = 1 AND status != 'cancelled'
@@ -78,6 +80,12 @@ class Paired:
     @property
     def difference(self) -> float:
         return self.after.rate - self.before.rate
+
+
+def known_outcomes(run: OpenRun) -> dict[int, Outcomes]:
+    """Return the evaluations by step: of the index, or of the store while it is small to read."""
+    held, there = run.index.progress(run.store, run.id)
+    return stored_outcomes(run) if held < there <= SMALL else indexed_outcomes(run)
 
 
 def indexed_outcomes(run: OpenRun) -> dict[int, Outcomes]:

@@ -50,7 +50,7 @@ COLUMNS: dict[str, str] = {
 ended."""
 _LAYOUT = f"""
 CREATE TABLE rollout ({", ".join(f'"{name}" {kind}' for name, kind in COLUMNS.items())});
-CREATE INDEX by_place ON rollout (purpose, step, "group", "index");
+CREATE INDEX by_place ON rollout (purpose DESC, step DESC, "group", "index");
 CREATE INDEX by_task ON rollout (purpose, task, step, "group", "index");
 CREATE INDEX by_group ON rollout ("group", "index");
 CREATE INDEX by_status ON rollout (status, id);

@@ -29,7 +29,7 @@ from agentrl.ui.views import STATIC, render
 from agentrl_tracer.schemas import Purpose
 
 _SCRIPTS = ("echarts.min.js", "charts.js")
-_NOT_SHARED = ("run.store", "run.folder", "models.", "sampler.vllm.url", "gateway.", "tinker.")
+_NOT_SHARED = ("run.store", "run.folder", "models", "sampler.vllm.url", "gateway.", "tinker.")
 """Settings whose values may hold passwords, parameters of providers, or addresses."""
 _DROPPED_TAGS, _DROPPED_CLASSES = {"form", "nav", "button"}, {"tabs", "on-demand", "tokens"}
 _VOID = {"input", "img", "br", "hr", "meta", "link", "wbr", "col"}

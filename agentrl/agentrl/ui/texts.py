@@ -34,7 +34,8 @@ def markdown(text: str) -> Markup:
     """Render Markdown: images as links to them, headings as bold lines. Long texts stay text."""
     if len(text) > _MOST_MARKDOWN:
         return Markup('<pre tabindex="0">{}</pre>').format(plain(text))
-    return Markup(_markdown.render(plain(text)))
+    # By keyboard, only what has the focus scrolls. The text's own markup is escaped.
+    return Markup(_markdown.render(plain(text)).replace("<pre>", '<pre tabindex="0">'))
 
 
 def _make() -> MarkdownIt:
@@ -44,7 +45,7 @@ def _make() -> MarkdownIt:
     # Headings of the page are its own.
     made.add_render_rule("heading_open", lambda *_: "<p><strong>")
     made.add_render_rule("heading_close", lambda *_: "</strong></p>\n")
-    made.add_render_rule("table_open", lambda *_: '<div class="wide"><table>')
+    made.add_render_rule("table_open", lambda *_: '<div class="wide" tabindex="0"><table>')
     made.add_render_rule("table_close", lambda *_: "</table></div>\n")
     made.core.ruler.push("no_styles", _without_styles)
     return made

@@ -37,7 +37,7 @@ def link(recorded: Recorded) -> Iterator[str]:
         yield link
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # no longer: Playwright's event loop would break async tests
 def browser() -> Iterator[Any]:
     if not has_browser():
         pytest.skip(INSTALL_CHROMIUM)

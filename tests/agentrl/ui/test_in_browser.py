@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from axe_playwright_python.sync_playwright import Axe
+from fake_gateway import until
 from ui_pages import Recorded, Tab, open_tab
 
 _AXE = {"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "best-practice"],
         "resultTypes": ["violations"]}  # fmt: skip
-_OVERFLOW = """() => [...document.querySelectorAll('body *')].filter(
-  e => !e.closest('.wide, .skip') && e.getBoundingClientRect().right > innerWidth + 1
+_FITS = "document.documentElement.scrollWidth <= innerWidth"
+_WIDE = """() => [...document.querySelectorAll('body *')].filter(
+  e => !e.parentElement.closest('.wide') && !e.matches('.skip')
+    && e.getBoundingClientRect().right > innerWidth + 1
 ).slice(0, 5).map(e => e.outerHTML.slice(0, 99))"""
 
 
@@ -22,9 +27,8 @@ def test_every_view_loads_without_faults_and_axe_finds_nothing_serious(
         for name, path in recorded.views.items():
             answer = tab.page.goto(tab.origin + path, wait_until="load")
             assert answer.status == 200, name
-            assert tab.page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (
-                f"{name} scrolls sideways: {tab.page.evaluate(_OVERFLOW)}"
-            )
+            fits, too_wide = partial(tab.page.evaluate, _FITS), partial(tab.page.evaluate, _WIDE)
+            until(fits, 3, log=lambda: f"{name} scrolls sideways: {too_wide()}")  # noqa: B023
             assert tab.page.evaluate("window.hacked") is None, name
             for one in Axe().run(tab.page, options=_AXE).response["violations"]:
                 if one["impact"] in ("serious", "critical"):
@@ -69,3 +73,17 @@ def test_without_the_token_nothing_is_shown(browser, link: str, recorded: Record
     assert answer.status == 403
     assert recorded.name not in page.content()
     context.close()
+
+
+def test_what_an_agent_wrote_is_text_and_leads_nowhere(tab: Tab, recorded: Recorded) -> None:
+    page = tab.open(f"{recorded.run}/rollouts/{recorded.ids['hostile']}")
+    text = page.inner_text("main")
+    assert "<script>window.hacked = 1</script>" in text
+    assert "{{ 7 * 7 }}" in text
+    assert "\x1b" not in text
+    assert (
+        page.locator("main a[href^='javascript:'], main img, main script:not([type])").count() == 0
+    )
+    assert page.evaluate("window.hacked") is None
+    long = tab.page.goto(f"{tab.origin}{recorded.run}/rollouts/{recorded.ids['long']}")
+    assert len(long.body()) < 300_000, "a line of 10 MB is cut"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,14 @@ from agentrl.runs.folder import RunFolder
 @pytest.fixture
 def report(recorded: Recorded, tmp_path: Path) -> Path:
     out = tmp_path / "known.html"
-    report_command(recorded.root / recorded.name, out=out)
+    _write(recorded.root / recorded.name, out)
     return out
+
+
+def _write(run: Path, out: Path | None = None) -> None:
+    """In a thread: Playwright runs an event loop in this one."""
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(report_command, run, out=out).result()
 
 
 def test_the_file_opens_alone_in_a_browser_and_draws(browser, report: Path) -> None:
@@ -45,7 +52,7 @@ def test_it_holds_no_password_of_the_store_and_no_markup_of_an_agent(
     config["models"] = {"judge": {"params": {"extra_headers": {"x-key": "sk-very-secret"}}}}
     config["gateway"]["forward_otlp"] = "https://user:otlp-secret@elsewhere.invalid"
     folder.write_json(folder.config, config)
-    report_command(root)
+    _write(root)
     text = (root / "report.html").read_text()
     assert "secret" not in json.dumps(text).lower().replace("secretvariables", "")
     assert HOSTILE.splitlines()[0] not in text
@@ -53,4 +60,4 @@ def test_it_holds_no_password_of_the_store_and_no_markup_of_an_agent(
 
 def test_a_folder_that_is_not_there_is_named(recorded: Recorded, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"out: .* is no folder"):
-        report_command(recorded.root / recorded.name, out=tmp_path / "missing" / "a.html")
+        _write(recorded.root / recorded.name, tmp_path / "missing" / "a.html")

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from agentrl.config.errors import ConfigError
 from agentrl.config.setting_names import recorded
 from agentrl.history.compare import differences, held_out
-from agentrl.history.evaluations import evaluated_tasks, indexed_outcomes, split_of
+from agentrl.history.evaluations import evaluated_tasks, known_outcomes, split_of
 from agentrl.history.sources import OpenRun
 from agentrl.runs.metric_names import HELD_OUT, REWARD
 from agentrl.ui.charts import Chart, curve, lines
@@ -40,7 +40,7 @@ def compare_page(
     if len(names) > _MOST_RUNS:
         raise ConfigError(f"run: {len(names)} runs are too many; compare at most {_MOST_RUNS}")
     runs = [run_of(request, name) for name in names]
-    newest = held_out(runs, indexed_outcomes) if len(runs) > 1 else []
+    newest = held_out(runs, known_outcomes) if len(runs) > 1 else []
     return page(
         request, "compare.html", names=names, all_names=sources(request).names(), over=over,
         settings=differences(runs), charts=_charts(runs, over),

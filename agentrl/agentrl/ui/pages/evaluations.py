@@ -9,13 +9,14 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from agentrl.history.evaluations import (
+    SMALL,
     Flip,
     Outcomes,
     Paired,
     by_field,
     evaluated_tasks,
     fields,
-    indexed_outcomes,
+    known_outcomes,
     pair,
     pass_at,
     split_of,
@@ -37,7 +38,7 @@ def evaluations_page(
     request: Request, name: str, before: int | None = None, after: int | None = None, by: str = ""
 ) -> Response:
     run = run_of(request, name)
-    found, tasks = indexed_outcomes(run), evaluated_tasks(run)
+    found, tasks = known_outcomes(run), evaluated_tasks(run)
     before = before if before in found else min(found, default=0)
     after = after if after in found else max(found, default=0)
     known_fields = fields(tasks)
@@ -50,6 +51,7 @@ def evaluations_page(
         request, "evaluations.html", run=run.current() | {"name": run.name}, found=found,
         successes=successes, split=split_of(run), before=before, after=after, by=by,
         fields=known_fields, paired=paired, flipped=flipped(paired, tasks), held=held, there=there,
+        indexing=held < there > SMALL,
         charts=_charts(successes, two, tasks, by),
     )  # fmt: skip
 
