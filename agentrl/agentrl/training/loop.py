@@ -51,6 +51,7 @@ from agentrl_trainer.client import AdamParams, APIFuture, RefusedRows, TrainingC
 from agentrl_trainer.client.types import SavedPath
 from agentrl_trainer.data.adapter_split import AdapterBatches, AdapterRule, assemble_adapters
 from agentrl_trainer.data.batch_assembly import SeenRow, StepBatch
+from agentrl_trainer.data.rewards import human_rewards
 from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.learner.optimizers import schedule_factor
 from agentrl_trainer.learner.step_stats import StepStats
@@ -397,6 +398,12 @@ class StepRecords:
             name: AdapterRule(one.agents, one.rewards or None)
             for name, one in config.trained.items()
         }
+        self._human = {
+            name
+            for one in config.trained.values()
+            for name in one.rewards or ()
+            if name.startswith("human:")
+        }
         self._settings = step_settings(config, adapters=frozenset(), max_length=max_length)
         self._reads_bodies = config.algorithm.estimator == "gigpo"  # states are in the requests
 
@@ -405,6 +412,10 @@ class StepRecords:
         ids = [rollout.id for rollout in rollouts]
         calls = self._store.calls(rollout_ids=ids, bodies=self._reads_bodies)
         rewards = self._store.rewards(ids)
+        if self._human:  # only people give these, whatever an agent emits under their names
+            feedback = self._store.feedback(rollouts[0].run_id, rollout_ids=ids) if ids else []
+            rewards = [one for one in rewards if one.name not in self._human]
+            rewards += human_rewards(feedback, rollouts, calls, self._human)
         settings = replace(self._settings, oldest_version=self.staleness.oldest_version(step))
         return calls, assemble_adapters(rollouts, calls, rewards, settings, self._rules)
 

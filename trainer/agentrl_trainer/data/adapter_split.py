@@ -10,7 +10,14 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from agentrl_tracer.schemas import POLICY_REWARD_KEY, Call, Reward, Rollout, SkipReason
+from agentrl_tracer.schemas import (
+    HUMAN_REWARD_KEY,
+    POLICY_REWARD_KEY,
+    Call,
+    Reward,
+    Rollout,
+    SkipReason,
+)
 from agentrl_trainer.data.batch_assembly import StepBatch, StepSettings, assemble
 from agentrl_trainer.data.rewards import rollout_rewards
 
@@ -30,7 +37,9 @@ class AdapterRule:
     def counts(self, reward: Reward) -> bool:
         # The reward of on_error or on_timeout was emitted by no agent, so it counts for each.
         policy = reward.key == POLICY_REWARD_KEY
-        return self.rewards is None or reward.name in self.rewards or policy
+        if self.rewards is None:  # people's rewards count only where they are named
+            return reward.key != HUMAN_REWARD_KEY
+        return reward.name in self.rewards or policy
 
 
 @dataclass(slots=True)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from statistics import fmean
 from typing import TypeVar
 
 from agentrl_tracer.schemas import (
+    HUMAN_REWARD_KEY,
     POLICY_REWARD_KEY,
     Call,
+    Feedback,
     Reward,
     Rollout,
     RolloutState,
@@ -81,3 +84,32 @@ def turn_rewards(
         if turn >= 0 or whole:
             earned[max(turn, 0)] += float(reward.value)
     return earned
+
+
+def human_rewards(
+    feedback: Sequence[Feedback], rollouts: Sequence[Rollout], calls: Sequence[Call],
+    names: Collection[str],
+) -> list[Reward]:  # fmt: skip
+    """Return the rewards ``human:NAME`` that a configuration names, made from feedback.
+
+    The value is the mean of each person's newest score or thumb on the same rollout or call.
+    """
+    newest: dict[tuple[str | None, str | None, str], dict[str, float]] = {}
+    for one in sorted(feedback, key=lambda one: one.created_at):
+        name = f"human:{one.name}"
+        if name in names and one.value is not None:
+            newest.setdefault((one.rollout_id, one.call_id, name), {})[one.author] = one.value
+    winner = {rollout.id: rollout.winner for rollout in rollouts}
+    by_id = {call.id: call for call in calls}
+    rewards: list[Reward] = []
+    for (rollout_id, call_id, name), by_author in newest.items():
+        call = by_id.get(call_id or "")
+        attempt = winner.get(rollout_id or "") if call is None else call.attempt_id
+        if rollout_id and attempt:
+            rewards.append(
+                Reward(
+                    attempt, rollout_id, name, fmean(by_author.values()), HUMAN_REWARD_KEY,
+                    response_id=call and call.response_id,
+                )
+            )  # fmt: skip
+    return rewards
