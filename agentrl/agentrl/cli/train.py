@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import NoReturn
 
@@ -23,6 +24,7 @@ from agentrl.runner.agent_spec import validate_agent
 from agentrl.runs.circumstances import note_start
 from agentrl.runs.folder import RunFolder, how_to_fetch
 from agentrl.runs.recorded import SHELL_IN, how_to_continue
+from agentrl.supervisor import SupervisedProcess
 from agentrl.timing import heavy_imports
 from agentrl.training.resume import check_resume, go_back, return_to_start, tell_changes
 from agentrl.training.session import Session
@@ -64,10 +66,13 @@ def train_command(*tokens: Tokens) -> None:
         print_line((why, "dim"))
     print_line(("loading torch, the gateway and the runners", "dim"))
     with (
+        _pages(config, folder) as pages,
         Session(folder, config, "train") as session,
         # After the session, which may fork: the display has a thread.
         TrainDisplay(console, f"agentrl · {folder.name}", since=session.started) as display,
     ):
+        if pages is not None:
+            pages.supervise()
         if command := session.how_to_join():
             print_line(f"more runners can join:  {command}")
         with heavy_imports():
@@ -90,6 +95,18 @@ def train_command(*tokens: Tokens) -> None:
             print_line(f"{what}:  ", (command, "bold cyan"))
     if again:
         print_line("go on from the best step:  ", (shlex.join(["agentrl", *again]), "bold cyan"))
+
+
+@contextmanager
+def _pages(config: TrainConfig, folder: RunFolder) -> Iterator[SupervisedProcess | None]:
+    if not config.run.ui:
+        yield None
+        return
+    from agentrl.ui.process import pages_beside
+
+    with pages_beside(folder.root.parent, folder.logs / "ui.log") as (process, link):
+        print_line(f"the run in a browser:  {link}")
+        yield process
 
 
 def _go_on(arguments: Sequence[str]) -> NoReturn:

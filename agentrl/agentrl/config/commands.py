@@ -87,7 +87,8 @@ class TrainConfig(ModelCommand):
         "rollouts.timeout sampler.max_tokens sampler.temperature rollouts.batch_size "
         "rollouts.group_size rollouts.max_staleness algorithm.loss algorithm.estimator "
         "learning.learning_rate learning.rank "
-        "gateway.allowed_hosts=allowed-host run.steps guards.max_hours guards.max_run_tokens "
+        "gateway.allowed_hosts=allowed-host run.steps run.ui guards.max_hours "
+        "guards.max_run_tokens "
         "guards.max_cost run.seed run.name run.folder=runs"
     )
 

@@ -354,6 +354,8 @@ class TrainRunSettings(RunFolderSettings):
     keep_adapters: Annotated[int, Field(ge=4)] | None = None
     """Newest versions of each adapter to keep; by default all. Versions that were evaluated, those
     of kept checkpoints, and folders that hold a file named keep stay."""
+    ui: bool = False
+    """Show the run in a browser while it trains: starts `agentrl ui` beside it, prints its link."""
     keep_logs: Count = 1000
     """Newest logs of attempts to keep; those of unfinished rollouts stay, too."""
 
