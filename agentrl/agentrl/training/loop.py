@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from agentrl.config.algorithm import step_settings, update_settings
+from agentrl.config.algorithm import update_settings
 from agentrl.config.checks import greedy_note
 from agentrl.config.commands import TrainConfig
 from agentrl.config.loading import steps_of
@@ -38,20 +38,17 @@ from agentrl.timing import PhaseTimer
 from agentrl.training.clients import create_clients
 from agentrl.training.evaluation import evaluate_if_due
 from agentrl.training.metrics import report_step_failures, seconds_row, step_row
-from agentrl.training.metrics_log import MetricsLog
 from agentrl.training.resume import verify_in_background
 from agentrl.training.rollout_queue import RolloutQueue
 from agentrl.training.session import RunError, Session
-from agentrl.training.staleness import StalenessLimit
+from agentrl.training.step_records import StepRecords
 from agentrl.training.summarize import summarize
+from agentrl.training.tracking.metrics_log import MetricsLog
 from agentrl_proxy.rendering.renderer import Renderer
-from agentrl_tracer.schemas import Call, Json, Purpose, Rollout, SkipReason
-from agentrl_tracer.store import Store
+from agentrl_tracer.schemas import Json, Purpose, SkipReason
 from agentrl_trainer.client import AdamParams, APIFuture, RefusedRows, TrainingClient
 from agentrl_trainer.client.types import SavedPath
-from agentrl_trainer.data.adapter_split import AdapterBatches, AdapterRule, assemble_adapters
 from agentrl_trainer.data.batch_assembly import SeenRow, StepBatch
-from agentrl_trainer.data.rewards import human_rewards
 from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.learner.optimizers import schedule_factor
 from agentrl_trainer.learner.step_stats import StepStats
@@ -381,49 +378,3 @@ class TrainingRun:
         self.metrics_log.close()
         self._backend.close()
         return summary
-
-
-class StepRecords:
-    """Reads a step's calls and rewards, and assembles what each adapter learns from them.
-
-    Args:
-        max_length: tokens of the longest trajectory to train on.
-    """
-
-    def __init__(self, config: TrainConfig, store: Store, max_length: int) -> None:
-        how = config.rollouts
-        self.staleness = StalenessLimit(how.max_staleness, how.stale or "wait")
-        self._store = store
-        self._rules = {
-            name: AdapterRule(one.agents, one.rewards or None)
-            for name, one in config.trained.items()
-        }
-        self._human = {
-            name
-            for one in config.trained.values()
-            for name in one.rewards or ()
-            if name.startswith("human:")
-        }
-        self._settings = step_settings(config, adapters=frozenset(), max_length=max_length)
-        self._reads_bodies = config.algorithm.estimator == "gigpo"  # states are in the requests
-
-    def assemble(self, step: int, rollouts: Sequence[Rollout]) -> tuple[list[Call], AdapterBatches]:
-        """Return the rollouts' calls, and the batch of each adapter."""
-        ids = [rollout.id for rollout in rollouts]
-        calls = self._store.calls(rollout_ids=ids, bodies=self._reads_bodies)
-        rewards = self._store.rewards(ids)
-        if self._human:  # only people give these, whatever an agent emits under their names
-            feedback = self._store.feedback(rollouts[0].run_id, rollout_ids=ids) if ids else []
-            rewards = [one for one in rewards if one.name not in self._human]
-            rewards += human_rewards(feedback, rollouts, calls, self._human)
-        settings = replace(self._settings, oldest_version=self.staleness.oldest_version(step))
-        return calls, assemble_adapters(rollouts, calls, rewards, settings, self._rules)
-
-    def teaches(self, step: int, group: Sequence[Rollout]) -> bool:
-        """Tell whether a finished group fills a step.
-
-        Only a group without variance of rewards does not: one that fails for another reason would
-        fail with another task, too.
-        """
-        batch = self.assemble(step, group)[1].whole()
-        return bool(batch.trained) or SkipReason.ZERO_ADVANTAGE not in batch.skipped.values()

@@ -8,7 +8,7 @@ from statistics import fmean
 from agentrl.history.conversation import Message, answered, asked, shown_before
 from agentrl.runs.folder import RunFolder
 from agentrl.runs.token_records import read_call
-from agentrl.training.trackers import Samples
+from agentrl.training.tracking.trackers import Samples
 from agentrl_tracer.schemas import Call, Purpose, Rollout, RolloutState
 from agentrl_tracer.store import Store
 from agentrl_trainer.data.rewards import by_rollout, rollout_rewards

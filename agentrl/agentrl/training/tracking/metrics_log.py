@@ -20,8 +20,8 @@ from agentrl.runs.best_adapter import held_out_of
 from agentrl.runs.folder import RunFolder
 from agentrl.runs.metric_names import HELD_OUT, REWARD
 from agentrl.training.metrics import finite_numbers
-from agentrl.training.samples import samples_of
-from agentrl.training.trackers import PACKAGES, Samples, Tracker, open_tracker
+from agentrl.training.tracking.samples import samples_of
+from agentrl.training.tracking.trackers import PACKAGES, Samples, Tracker, open_tracker
 from agentrl_tracer.store import Store
 
 

@@ -27,8 +27,8 @@ from agentrl.config.commands import TrainConfig
 from agentrl.config.errors import ConfigError
 from agentrl.runs.folder import RunFolder
 from agentrl.runs.learning_curve import draw_learning_curve
-from agentrl.training.metrics_log import MetricsLog
-from agentrl.training.samples import samples_of
+from agentrl.training.tracking.metrics_log import MetricsLog
+from agentrl.training.tracking.samples import samples_of
 from agentrl_tracer.schemas import AttemptState, Purpose
 from agentrl_tracer.store import Store
 
@@ -231,7 +231,7 @@ import json, sys
 from pathlib import Path
 from agentrl.config.commands import TrainConfig
 from agentrl.runs.folder import RunFolder
-from agentrl.training.metrics_log import MetricsLog
+from agentrl.training.tracking.metrics_log import MetricsLog
 from agentrl_tracer.store import Store
 
 name, folder, store, run_id, after, rows = sys.argv[1:]
