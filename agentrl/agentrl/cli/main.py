@@ -56,6 +56,7 @@ _RUNS = {
         "List the newest calls of a run, or those that were served.",
     ),
     "export": ("exporting", "Write rollouts as JSON lines, Parquet, chats or preference pairs."),
+    "feedback": ("exporting", "Write the feedback of people as JSON lines."),
     "prune": ("pruning", "Delete what ended runs no longer need."),
     "verify": ("listing", "Count a run's calls one by one, and compare them with its sums."),
 }

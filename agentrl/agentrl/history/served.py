@@ -102,4 +102,4 @@ def _search(
             "AND (started_at, id) < (?, ?) ORDER BY said.rowid DESC LIMIT ?",
             (quoted, *(before or (1e18, "")), limit),
         ).fetchall()
-    return store.calls_without_run(limit, ids=[row["id"] for row in found])
+    return store.calls_by_id([row["id"] for row in found])

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
+import pytest
 from call_records import call_of, reward, rollout
+from command_line import agentrl
+from starlette.testclient import TestClient
+from ui_pages import HOSTILE, Recorded
 
 from agentrl_tracer.schemas import Feedback
 from agentrl_trainer.data.adapter_split import AdapterRule
@@ -35,3 +41,36 @@ def test_feedback_on_a_call_belongs_to_its_turn() -> None:
     feedback = [given("a", 1, 1.0, call_id="c1")]
     [found] = human_rewards(feedback, [ROLLOUT], [call], {"human:quality"})
     assert (found.response_id, found.attempt_id) == ("c1", "r-a")
+
+
+def test_a_form_keeps_feedback_with_its_author_and_overwrites_none(
+    client: TestClient, recorded: Recorded
+) -> None:
+    page = f"{recorded.run}/rollouts/{recorded.ids['first']}"
+    form = {"rollout_id": recorded.ids["first"], "author": "Änne <b>", "name": "quality"}
+    for more in ({"thumb": "up", "comment": HOSTILE}, {"score": "0.25", "label": "short"}):
+        answer = client.post(f"{recorded.run}/feedback", data=form | more, follow_redirects=False)
+        assert (answer.status_code, answer.headers["location"]) == (303, f"{page}#feedback")
+    assert "HttpOnly" in answer.headers["set-cookie"]
+    assert "SameSite=strict" in answer.headers["set-cookie"]
+    shown = client.get(page).text
+    assert shown.count("Änne &lt;b&gt;") == 3  # two of the table, one in the form
+    assert "<script>window.hacked" not in shown
+    lines = client.get(f"{recorded.run}/feedback.jsonl").text.splitlines()
+    kept = [json.loads(line) for line in lines]
+    assert [(one["thumb"], one["score"]) for one in kept] == [(1, None), (None, 0.25)]
+    printed = agentrl("runs", "feedback", recorded.root / recorded.name).stdout
+    assert [json.loads(line) for line in printed.splitlines()] == kept
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"score": "nan"}, {"author": "", "thumb": "up"}, {"comment": "x" * 10_001}, {}],
+)
+def test_feedback_that_says_nothing_right_is_refused(
+    client: TestClient, recorded: Recorded, wrong: dict[str, str]
+) -> None:
+    form = {"rollout_id": recorded.ids["last"], "author": "me", "name": "quality"}
+    before = client.get(f"{recorded.run}/feedback.jsonl").text
+    assert client.post(f"{recorded.run}/feedback", data=form | wrong).status_code == 400
+    assert client.get(f"{recorded.run}/feedback.jsonl").text == before

@@ -241,14 +241,12 @@ class CallStore(VerdictStore, RewardStore):
         *,
         before: tuple[float, str] | None = None,
         after: tuple[float, str] | None = None,
-        ids: Collection[str] | None = None,
     ) -> list[Call]:
         """Return calls that belong to no run, newest first; bodies up to 100,000 characters.
 
         Args:
             before: start and id of a call: only those that came before it.
             after: the same the other way, oldest first.
-            ids: only these.
         """
         place = sa.tuple_(t.calls.c.started_at, t.calls.c.id)
         query = sa.select(*_SHORT_BODIES).where(t.calls.c.run_id.is_(None)).limit(limit)
@@ -256,11 +254,15 @@ class CallStore(VerdictStore, RewardStore):
             query = query.where(place < before)
         if after is not None:
             query = query.where(place > after)
-        if ids is not None:
-            query = query.where(self.db.among(t.calls.c.id, ids))
         order = (t.calls.c.started_at, t.calls.c.id)
         query = query.order_by(*(order if after else (column.desc() for column in order)))
         return [_call(row) for row in self.db.fetch_rows(query)]
+
+    def calls_by_id(self, ids: Collection[str]) -> list[Call]:
+        """Return calls, newest first; bodies up to 100,000 characters."""
+        query = sa.select(*_SHORT_BODIES).where(self.db.among(t.calls.c.id, ids))
+        found = [_call(row) for row in self.db.fetch_rows(query)]
+        return sorted(found, key=attrgetter("started_at", "id"), reverse=True)
 
     def count_calls_without_run(self) -> int:
         query = sa.select(sa.func.count()).where(t.calls.c.run_id.is_(None))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterable
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,6 +17,7 @@ from agentrl.config.errors import ConfigError
 from agentrl.console.output import print_json, print_line, stderr
 from agentrl.history.export import chat_records, pair_records, rollout_records
 from agentrl.history.index import COLUMNS
+from agentrl.history.sources import Sources
 from agentrl_tracer.schemas import Json
 
 _RECORDS = {
@@ -54,6 +56,17 @@ def export_command(
             written = sum(print_json(record) is None for record in records)
     if output is not None or not written:
         print_line(f"{written:,} records" + (f" in {output}" if output else ""), to=stderr)
+
+
+def feedback_command(
+    run: Annotated[Path, Parameter(help="Run folder, or a file of `agentrl serve`.")],
+) -> None:
+    """Write the feedback of people on a run, or on served calls, as JSON lines."""
+    sources = Sources(run.absolute().parent)
+    with contextlib.closing(sources):
+        opened = sources.served(run.name) if run.is_file() else sources.open(run.name)
+        for one in opened.store.feedback(opened.id):
+            print_json(asdict(one))
 
 
 def _write_parquet(records: Iterable[Json], path: str) -> int:
