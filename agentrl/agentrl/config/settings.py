@@ -337,15 +337,14 @@ class TrainRunSettings(RunFolderSettings):
     steps: Count | None = None
     """Optimizer steps; by default one pass over the tasks."""
     backend: Literal["local", "tinker"] = "local"
-    """What trains and samples: this machine, or Tinker by its official SDK (the extra `tinker`; the
-    key is in TINKER_API_KEY). The agent runs here either way."""
+    """What trains and samples: this machine, or Tinker (extra `tinker`, key TINKER_API_KEY)."""
     store: Store | None = None
     """Store: a path or PostgreSQL URL; by default a file in the run folder. os.environ/NAME stands
     for a password in the environment: postgresql://me:os.environ/NAME@host/agentrl."""
     trackers: Trackers = Field(default_factory=list[Tracker])
-    """Experiment trackers that also get the metrics and samples; packages of their own."""
+    """Experiment trackers that also get metrics and samples; packages of their own."""
     group: Annotated[str, AfterValidator(check_name)] | None = None
-    """Name of the group of runs that this one belongs to, such as a sweep; trackers show it."""
+    """Group of runs that this one belongs to, such as a sweep; trackers show it."""
     adapter_readers: Readers = "owner"
     """Who may read the adapters: another user's vLLM server needs group or everyone. The group is
     that of the folder that holds the run."""
