@@ -136,7 +136,7 @@ def test_ended_runs_are_not_opened_again_for_the_list(own: Recorded) -> None:
         before = client.get("/").text
         app: Any = client.app
         app.state.sources.close()
-        shutil.move(own.root / "mine" / "store.db", own.root / "away.db")
+        shutil.move(own.root / "mine" / "store.db", own.root.parent / "away.db")
         assert client.get("/").text == before
         (own.root / "mine" / "lock").touch()  # a resume
         assert "is not there, or does not hold the run" in client.get("/").text
