@@ -10,7 +10,7 @@ from training_run import Run
 from ui_pages import open_tab, serve_pages
 
 
-def test_a_page_shows_each_step_of_a_run_as_it_happens(browser: Any, tmp_path: Path) -> None:
+def test_a_page_follows_a_run_while_it_trains(browser: Any, tmp_path: Path) -> None:
     run = Run(tmp_path, "mixed", steps=2, eval_tasks=None)
     process = run.start()
     try:
@@ -25,9 +25,9 @@ def test_a_page_shows_each_step_of_a_run_as_it_happens(browser: Any, tmp_path: P
                 seen.append(page.locator("#figures > p").first.inner_text())
                 return what in seen[-1]
 
-            for what in ("Step 1", "Step 2", "finished"):
+            for what in ("Step 2", "finished"):  # step 1 may pass between two looks
                 until(lambda what=what: shows(what), 90, log=lambda: [*dict.fromkeys(seen)])
-            assert any("running" in text for text in seen)
+            assert any("running" in text and "Step 2" not in text for text in seen)
             assert page.evaluate("window.same") is True
             assert page.locator("figure.chart canvas").count() > 3
             assert tab.faults == []
