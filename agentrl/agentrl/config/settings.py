@@ -337,7 +337,7 @@ class TrainRunSettings(RunFolderSettings):
     steps: Count | None = None
     """Optimizer steps; by default one pass over the tasks."""
     backend: Literal["local", "tinker"] = "local"
-    """What trains and samples: this machine, or Tinker (extra `tinker`, key TINKER_API_KEY)."""
+    """What trains and samples: this machine, or Tinker. Extra: `tinker`; key: TINKER_API_KEY."""
     store: Store | None = None
     """Store: a path or PostgreSQL URL; by default a file in the run folder. os.environ/NAME stands
     for a password in the environment: postgresql://me:os.environ/NAME@host/agentrl."""
@@ -354,7 +354,7 @@ class TrainRunSettings(RunFolderSettings):
     """Newest versions of each adapter to keep; by default all. Versions that were evaluated, those
     of kept checkpoints, and folders that hold a file named keep stay."""
     ui: bool = False
-    """Show the run in a browser while it trains: starts `agentrl ui` beside it, prints its link."""
+    """Show the run in a browser while it trains. Starts `agentrl ui` beside it, prints its link."""
     keep_logs: Count = 1000
     """Newest logs of attempts to keep; those of unfinished rollouts stay, too."""
 
