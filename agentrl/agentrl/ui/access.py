@@ -1,4 +1,4 @@
-"""Who may see the pages: whoever has the token, which the printed link carries."""
+"""Let only requests with the token see the pages; the printed link carries it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every view in Debian's Chromium: it loads, harms nobody, and can be read and used."""
+"""Load every view in Debian's Chromium: without faults, readable, safe against hostile output."""
 
 from __future__ import annotations
 

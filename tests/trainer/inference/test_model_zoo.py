@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +34,9 @@ ON_PAGE = [
 @pytest.mark.parametrize("kind", ON_PAGE)
 def test_the_page_says_what_is(kind: str) -> None:
     seen = examined(kind)
-    assert seen.logprobs < 2e-5  # 1.1e-5 on one processor: sums in another order
+    assert seen.logprobs < 1e-5
     assert seen.gradients < 1e-5
-    on_another_processor = replace(seen, logprobs=seen.logprobs / 2)
-    rows = {seen.row(kind), on_another_processor.row(kind)}
-    assert rows & {*PAGE.read_text("utf-8").splitlines()}, seen
+    assert seen.row(kind) in PAGE.read_text("utf-8").splitlines(), seen
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"]])

@@ -188,8 +188,8 @@ class KVPool:
             self._drop(entry)
 
     def drop_all(self) -> None:
-        for entry in list(self._entries):
-            self._drop(entry)
+        while self._entries:
+            self._drop(next(iter(self._entries)))
 
     def _drop(self, entry: Prefix) -> None:
         del self._entries[entry]
@@ -214,7 +214,7 @@ class Rows(ABC):
 
     @abstractmethod
     def peek(self, row: int, length: int) -> Stored:
-        """Return a view of a row's first ``length`` tokens, valid until the next change."""
+        """View a row's first ``length`` tokens; valid until the next change."""
 
     @abstractmethod
     def load(self, row: int, source: Stored, length: int) -> None:
