@@ -242,18 +242,20 @@ def examine(kind: str, folder: Path) -> Seen:
 
 
 def reference(folder: Path, version: str) -> PeftModel:
+    """In float64, where the model can: what a log-prob is off by is then ours alone."""
     own = load_base(str(folder / "base"), device="cpu").model
+    own.set_experts_implementation("eager")  # grouped products know no float64
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = PeftModel.from_pretrained(own, str(folder / version), is_trainable=True).eval()
     load_adapter_weights(model, "default", folder / version)  # PEFT loses some of Laguna's
-    return model
+    return model if "inkling2" in own.config.model_type else model.double()
 
 
 def plain(model: Any, row: list[int]) -> torch.Tensor:
     """[len(row) - 1] log-probs of the tokens after the first, of a row by itself."""
     ids = torch.tensor([row])
-    logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+    logits = model(input_ids=ids, use_cache=False).logits[0, :-1].double()
     return logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
 
 

@@ -187,7 +187,7 @@ def worst_difference(model: PreTrainedModel, prompt: list[int], answer: Answer) 
     """Largest difference between reported log-probs and those of a plain full forward."""
     ids = torch.tensor([prompt + answer.ids])
     with torch.no_grad():
-        logprobs = model(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1)
+        logprobs = model(input_ids=ids, use_cache=False).logits[0].double().log_softmax(-1)
     at = torch.arange(len(prompt) - 1, ids.shape[1] - 1)
     expected = logprobs[at, ids[0, len(prompt) :]]
     found = torch.tensor([t.logprob for t in answer.tokens])

@@ -24,10 +24,12 @@ from agentrl_trainer.models.sources import ModelError
 
 # One of each: recomputed rows, sparse attention, soft caps, a multimodal checkpoint with windows,
 # other layers, a window that is a buffer, sinks, a state space, names that PEFT renames, chunks,
-# experts, an expert that every token meets, linear attention, layers with weights in common.
+# experts, an expert that every token meets, linear attention, layers with weights in common, a
+# layer's output changed in place.
 ON_PAGE = [
-    "bamba", "deepseek_v32", "gemma2", "gemma3", "gpt2", "gpt_neo", "gpt_oss", "jamba", "laguna",
-    "llama4", "mistral", "mixtral", "olmoe", "qwen2_moe", "qwen3_5", "qwen3_moe", "zamba",
+    "bamba", "deepseek_v32", "gemma2", "gemma3", "gemma3n_text", "gpt2", "gpt_neo", "gpt_oss",
+    "jamba", "laguna", "llama4", "mistral", "mixtral", "olmoe", "qwen2_moe", "qwen3_5",
+    "qwen3_moe", "zamba",
 ]  # fmt: skip
 
 

@@ -33,13 +33,14 @@ def _forward(self: Linear, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if plain and name not in self.lora_variant and type(self.lora_dropout[name]) is nn.Identity:
         a, b = cast(Tensor, self.lora_A[name].weight), cast(Tensor, self.lora_B[name].weight)
         if x.dtype == base.weight.dtype == a.dtype:
-            factors = a, b, self.scaling[name]
-            return cast(Tensor, LoraLinear.apply(x, base.weight, base.bias, *factors))
+            rows, factors = x.flatten(0, -2), (a, b, self.scaling[name])
+            y = cast(Tensor, LoraLinear.apply(rows, base.weight, base.bias, *factors))
+            return y.view(*x.shape[:-1], -1)  # here, so that a model may change y in place
     return Linear.forward(self, x, *args, **kwargs)
 
 
 class LoraLinear(torch.autograd.Function):
-    """``x [..., in] -> x Wᵀ + bias + scaling * x Aᵀ Bᵀ`` (arXiv:2106.09685), with W [out, in] and
+    """``x [rows, in] -> x Wᵀ + bias + scaling * x Aᵀ Bᵀ`` (arXiv:2106.09685), with W [out, in] and
     bias frozen, A [r, in] and B [out, r]."""
 
     @staticmethod
@@ -52,23 +53,21 @@ class LoraLinear(torch.autograd.Function):
         b: Tensor,
         scaling: float,
     ) -> Tensor:
-        rows = x.flatten(0, -2)
-        low = rows @ a.t()
-        y = F.linear(rows, weight, bias).addmm_(low, b.t(), alpha=scaling)
-        ctx.save_for_backward(rows, low, weight, a, b)
+        low = x @ a.t()
+        ctx.save_for_backward(x, low, weight, a, b)
         ctx.scaling = scaling
-        return y.view(*x.shape[:-1], -1)
+        return F.linear(x, weight, bias).addmm_(low, b.t(), alpha=scaling)
 
     @staticmethod
     def backward(
         ctx: Any, *grads: Tensor
     ) -> tuple[Tensor | None, None, None, Tensor, Tensor, None]:
-        rows, low, weight, a, b = ctx.saved_tensors
-        grad = grads[0].flatten(0, -2)
+        x, low, weight, a, b = ctx.saved_tensors
+        (grad,) = grads
         of_low = torch.mm(grad, b).mul_(ctx.scaling)
         of_x = None
         if ctx.needs_input_grad[0]:
-            of_x = torch.mm(grad, weight).addmm_(of_low, a).view(*grads[0].shape[:-1], -1)
-        of_a = of_low.t() @ rows
+            of_x = torch.mm(grad, weight).addmm_(of_low, a)
+        of_a = of_low.t() @ x
         of_b = torch.mm(grad.t(), low).mul_(ctx.scaling)
         return of_x, None, None, of_a, of_b, None
