@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -81,7 +82,13 @@ def measure(name: str, record: dict[str, Any], options: argparse.Namespace) -> N
 
         if not record["trl_seconds_by_rows"]:
             for rows in options.rows:
-                part = trl("--rows", rows, "--part", max(options.rows))
+                try:
+                    part = trl("--rows", rows, "--part", max(options.rows))
+                except subprocess.CalledProcessError as error:
+                    if error.returncode != -signal.SIGKILL:
+                        raise
+                    print(f"{name}: TRL by {rows} rows was killed: too little memory", flush=True)
+                    break
                 record["trl_seconds_by_rows"][rows] = part["seconds"]
                 print(f"{name}: TRL by {rows} rows, {part['seconds']:.1f} s a part", flush=True)
         best = min(record["trl_seconds_by_rows"], key=record["trl_seconds_by_rows"].__getitem__)
