@@ -6,6 +6,7 @@ Knows threads and the scheduler, not HTTP, training or text (but for stop string
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import logging
 import math
@@ -96,6 +97,8 @@ class SamplerEngine:
             on_own_thread(lean.quantize)
             self._weights = Int8Weights(base, lean)
         else:
+            for product in lean.base_products if lean is not None else ():
+                product.unpack()  # the trial's; most runs sample from adapters alone
             self._weights = PeftWeights(base) if unmerged else MergedWeights(base, lean)
         self._pool = KVPool(kv_tokens or default_budget(base, forward.bytes_per_token))
         self._vocab = vocabulary(base)
@@ -220,8 +223,11 @@ class SamplerEngine:
         return self._command(lambda: self._scheduler.unload(name))
 
     def drop_prefixes(self) -> Future[None]:
-        """Free what is kept of finished sequences, which later prompts might have continued."""
-        return self._command(self._pool.drop_all)
+        """Free what is kept of finished sequences, which later prompts might have continued.
+
+        Memory goes back to the system where the C library can do that (glibc).
+        """
+        return self._command(self._drop_prefixes)
 
     def score(
         self, rows: Sequences[list[int]], adapter: str | None, top: int = 0
@@ -280,6 +286,11 @@ class SamplerEngine:
             raise RequestError("invalid_parameter", message)
 
     # -- the engine's thread --------------------------------------------------------------------
+
+    def _drop_prefixes(self) -> None:
+        self._pool.drop_all()
+        with contextlib.suppress(OSError, AttributeError):  # of another C library
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
 
     def _run(self) -> None:
         why = None

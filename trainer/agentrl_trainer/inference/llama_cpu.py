@@ -56,7 +56,7 @@ class FusedLinear:
 
     MKL is quickest with the weights as [in, out]. On processors that are not Intel's it does not
     use AVX-512. There oneDNN takes half the time for many rows; it wants the weights in an order of
-    its own (``packed``), so they are held twice.
+    its own (``packed``), so they are held twice from their first use on.
     """
 
     def __init__(self, weights: Sequence[Tensor], bias: Tensor | None, *, packed: bool) -> None:
@@ -64,21 +64,33 @@ class FusedLinear:
         self.parts = [part.t() for part in self._transposed.split([len(w) for w in weights], 1)]
         """The layers' weights [out, in], as views of the one tensor that is used here."""
         self.bias = bias
-        joined = self._transposed.t()
-        self._packed = _onednn._reorder_linear_weight(joined.contiguous()) if packed else None
-        self._packed_from = max(_PACK_FROM_ROWS, _PACK_FROM_PRODUCTS // joined.numel())
+        least = max(_PACK_FROM_ROWS, _PACK_FROM_PRODUCTS // self._transposed.numel())
+        self._packed_from = least if packed else math.inf
+
+    @functools.cached_property
+    def packed(self) -> Tensor:
+        return _onednn._reorder_linear_weight(self._transposed.t().contiguous())
+
+    def pack(self) -> None:
+        """Make ``packed`` now, rather than at its first use, if it may be used."""
+        if self._packed_from < math.inf:
+            _ = self.packed
+
+    def unpack(self) -> None:
+        """Free ``packed`` until it is used again."""
+        self.__dict__.pop("packed", None)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._packed is not None and len(x) >= self._packed_from:
-            return _onednn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        if len(x) >= self._packed_from:
+            return _onednn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         if self.bias is None:
             return torch.mm(x, self._transposed)
         return torch.addmm(self.bias, x, self._transposed)
 
     def plus(self, x: Tensor, more: Tensor) -> Tensor:
         """Return ``self(x) + more`` by the cheaper of two orders of summation."""
-        if self._packed is not None and len(x) >= self._packed_from:
-            return _onednn._linear_pointwise.binary(x, more, self._packed, self.bias, "add")
+        if len(x) >= self._packed_from:
+            return _onednn._linear_pointwise.binary(x, more, self.packed, self.bias, "add")
         if self.bias is not None:
             more = more + self.bias
         return torch.addmm(more, x, self._transposed)
@@ -250,6 +262,7 @@ class LlamaCpuForward(BatchedForward):
                 continue
             parts = [weights.get(n, part) for n, part in zip(names, own.parts, strict=True)]
             products.append(FusedLinear(parts, own.bias, packed=self._packed))
+            products[-1].pack()  # the thread that samples shall not wait for it
             weights.update(zip(names, products[-1].parts, strict=True))
         return products
 
