@@ -128,16 +128,12 @@ def timeline(
     )  # fmt: skip
 
 
-def other(
-    kind: str,
-    key: str,
-    title: str,
-    head: Sequence[str],
-    rows: Sequence[Sequence[Cell]],
-    **data: Any,
-) -> Chart:
-    """Return a chart of a kind that another script draws; ``data`` is what it reads."""
-    return _chart(kind, key, title, table={"head": list(head), "rows": list(rows)}, **data)
+def other(kind: str, key: str, title: str, **data: Any) -> Chart:
+    """Return a chart of a kind that another script draws; ``data`` is what it reads.
+
+    It has no table of its own: its figures are elsewhere on the page.
+    """
+    return _chart(kind, key, title, table=None, **data)
 
 
 def figure_text(value: float | None, unit: str) -> str:
