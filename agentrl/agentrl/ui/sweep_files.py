@@ -41,7 +41,7 @@ def _png(title: str, charts: list[dict[str, Any]]) -> bytes:
     plots: Any = figure.subplot_mosaic([[upper] * len(lower), lower])
     for chart in charts:
         plot = plots[chart["kind"]]
-        plot.set_title(chart["title"], fontsize=10)
+        plot.set_title(chart["title"], fontsize=9)
         draw[chart["kind"]](plot, chart["drawn"])
     drawn = io.BytesIO()
     figure.savefig(drawn, pil_kwargs={"optimize": True})

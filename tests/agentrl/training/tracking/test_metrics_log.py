@@ -23,7 +23,6 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 from peer import python_with
-from settings import nested
 from store_records import claimed, enqueue, record_answer
 
 from agentrl.config.commands import TrainConfig
@@ -68,9 +67,10 @@ def tell(folder: RunFolder, store: Store, run_id: str) -> Tell:
     def tell(
         tracker: str | None, rows: Sequence[dict[str, Any]], after: int = 0, row: Any = None
     ) -> list[str]:
-        trackers, notes = [tracker] if tracker else [], list[str]()
-        settings = nested(agent="x:y", tasks="t", seed=3, group="sweep-1", trackers=trackers)
-        log = MetricsLog(TrainConfig(**settings), folder, store, run_id, notes.append)
+        run = {"seed": 3, "group": "sweep-1", "trackers": [tracker] if tracker else []}
+        agent, notes = {"entrypoint": "x:y", "tasks": "t"}, list[str]()
+        config = TrainConfig.model_validate({"agent": agent, "run": run})
+        log = MetricsLog(config, folder, store, run_id, notes.append)
         log.go_back(after, row)
         for one in rows:
             log.log(one["step"], one)
