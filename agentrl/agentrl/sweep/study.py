@@ -122,9 +122,10 @@ def read_results(root: Path, name: str) -> SweepResults:
         from optuna import load_study
         from optuna.storages import RDBStorage
 
-        # Otherwise it would be brought up to date, which is the sweep's to do.
-        as_it_is = {"skip_table_creation": True, "skip_compatibility_check": True}
-        storage = RDBStorage(f"sqlite:///{file}", **as_it_is)
+        # To bring it up to date is the sweep's to do.
+        storage = RDBStorage(
+            f"sqlite:///{file}", skip_table_creation=True, skip_compatibility_check=True
+        )
         try:
             return SweepResults(load_study(study_name=None, storage=storage), folder)
         finally:

@@ -51,6 +51,7 @@ def test_nothing_is_lost_or_made_twice_when_sweep_and_trials_are_killed(tmp_path
     assert found.trials[0].params == chosen
     sizes = [trial.params["rollouts.group_size"] for trial in found.trials]
     assert sorted(sizes) == [2, 3, 4]
+    assert found.best is not None
     assert found.best.params == {"rollouts.group_size": 4}
     assert sorted(os.listdir(sweep.root)) == ["small", *(run.name for run in runs)]
     for trial, run in zip(found.trials, runs, strict=True):
