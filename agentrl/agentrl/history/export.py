@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from agentrl.history.conversation import answered, asked, shown_before
 from agentrl.history.evaluations import success_reward
+from agentrl.history.rollout.conversation import asked, conversation, shown_before
 from agentrl.history.rollout_table import Query, Row, find_rollouts
 from agentrl.history.sources import OpenRun
 from agentrl_proxy.protocols.conversion import chat_of_messages, chat_of_response
@@ -122,9 +122,7 @@ def _conversations(calls: Sequence[Call]) -> list[Json]:
     questions = [asked(call.request) for call in done]
     chats: list[Json] = []
     for at, call in enumerate(done):
-        answer = answered(call)
-        whole = [*questions[at], *([answer] if answer else [])]
-        later = questions[at + 1 :]
+        whole, later = conversation(call), questions[at + 1 :]
         if shown_before(whole, later) < len(whole) and (chat := _chat(call)):
             chats.append(chat)
     return chats

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from call_records import make
 
-from agentrl.history.conversation import Message, ToolCall, answered, asked, shown_before
+from agentrl.history.rollout.conversation import Message, ToolCall, answered, asked, shown_before
 
 _USER = Message("user", "What is 6 * 7?")
 _USES = Message("assistant", "", tools=(ToolCall("multiply", '{"a": 6}'),))
@@ -18,45 +18,25 @@ _THINKS = Message("assistant", "Let me use a tool.", "Six times seven.")
 @pytest.mark.parametrize(
     "request_body",
     [
-        {
-            "messages": [
-                {"role": "system", "content": "Be brief."},
-                {"role": "user", "content": [{"type": "text", "text": "What is 6 * 7?"}]},
-                {
-                    "role": "assistant",
-                    "content": None,
-                    "tool_calls": [
-                        {"id": "t", "function": {"name": "multiply", "arguments": '{"a": 6}'}}
-                    ],
-                },
-                {"role": "tool", "tool_call_id": "t", "content": "42"},
-            ]
-        },
-        {
-            "instructions": "Be brief.",
-            "input": [
-                {"role": "user", "content": [{"type": "input_text", "text": "What is 6 * 7?"}]},
-                {"type": "function_call", "call_id": "t", "name": "multiply",
-                 "arguments": '{"a": 6}'},
-                {"type": "function_call_output", "call_id": "t", "output": "42"},
-            ],
-        },
-        {
-            "system": [{"type": "text", "text": "Be brief."}],
-            "messages": [
-                {"role": "user", "content": "What is 6 * 7?"},
-                {
-                    "role": "assistant",
-                    "content": [
-                        {"type": "tool_use", "id": "t", "name": "multiply", "input": {"a": 6}}
-                    ],
-                },
-                {
-                    "role": "user",
-                    "content": [{"type": "tool_result", "tool_use_id": "t", "content": "42"}],
-                },
-            ],
-        },
+        {"messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "text", "text": "What is 6 * 7?"}]},
+            {"role": "assistant", "content": None, "tool_calls": [
+                {"id": "t", "function": {"name": "multiply", "arguments": '{"a": 6}'}}]},
+            {"role": "tool", "tool_call_id": "t", "content": "42"},
+        ]},
+        {"instructions": "Be brief.", "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "What is 6 * 7?"}]},
+            {"type": "function_call", "call_id": "t", "name": "multiply", "arguments": '{"a": 6}'},
+            {"type": "function_call_output", "call_id": "t", "output": "42"},
+        ]},
+        {"system": [{"type": "text", "text": "Be brief."}], "messages": [
+            {"role": "user", "content": "What is 6 * 7?"},
+            {"role": "assistant", "content": [
+                {"type": "tool_use", "id": "t", "name": "multiply", "input": {"a": 6}}]},
+            {"role": "user", "content": [
+                {"type": "tool_result", "tool_use_id": "t", "content": "42"}]},
+        ]},
     ],
     ids=["chat", "responses", "anthropic"],
 )  # fmt: skip

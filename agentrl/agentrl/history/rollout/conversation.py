@@ -39,35 +39,46 @@ class Message:
 def asked(request: Mapping[str, Any] | None) -> list[Message]:
     """Return the messages of a request, system prompts first."""
     request = request or {}
-    found: list[Message] = []
-    for name in ("system", "instructions"):
-        if request.get(name):
-            found.append(Message("system", text_of(request[name])))
-    for name in ("messages", "input", "prompt"):
-        said: Any = request.get(name)
-        if not said:
-            continue
-        items = said if name != "prompt" and isinstance(said, list) else [said]
-        for item in items:
-            found += _messages(item) if isinstance(item, dict) else [Message("user", text_of(item))]
+    system = [request[name] for name in ("system", "instructions") if request.get(name)]
+    found = [Message("system", text_of(one)) for one in system]
+    said: Any = request.get("messages") or request.get("input")
+    if not said:
+        said = [request["prompt"]] if request.get("prompt") else []
+    for item in said if isinstance(said, list) else [said]:
+        found += _messages(item) if isinstance(item, dict) else [Message("user", text_of(item))]
     return found
 
 
 def answered(call: Call) -> Message | None:
     """Return the model's answer; None without one. Stored answers are chat completions."""
-    choices = (call.response or {}).get("choices")
-    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
-        return None if call.response is None else Message("assistant", _text(call.response))
-    message = choices[0].get("message")
-    if not isinstance(message, dict):
-        return Message("assistant", _text(choices[0].get("text") or ""))
-    [first, *_] = _messages({"role": "assistant", **message}) or [Message("assistant", "")]
-    return first
+    match call.response:
+        case None:
+            return None
+        case {"choices": [{"message": dict(message)}, *_]}:
+            return [*_messages({"role": "assistant", **message}), Message("assistant", "")][0]
+        case {"choices": [dict(choice), *_]}:
+            return Message("assistant", _text(choice.get("text")))
+        case other:
+            return Message("assistant", _text(other))
+
+
+def conversation(call: Call) -> list[Message]:
+    """Return what a call asked and answered."""
+    answer = answered(call)
+    return [*asked(call.request), *([answer] if answer else [])]
 
 
 def shown_before(messages: Sequence[Message], earlier: Sequence[Sequence[Message]]) -> int:
     """Return how many messages at the start are those of one of the earlier conversations."""
     return max((_shared(messages, other) for other in earlier), default=0)
+
+
+def path_of(call: Call) -> str:
+    """Return the path below ``/v1`` that a call's request was sent to."""
+    request = call.request or {}
+    if "messages" in request:
+        return "messages" if call.response_id.startswith("msg_") else "chat/completions"
+    return "responses" if "input" in request else "completions"
 
 
 def _shared(one: Sequence[Message], other: Sequence[Message]) -> int:
@@ -82,34 +93,33 @@ def _shared(one: Sequence[Message], other: Sequence[Message]) -> int:
 
 def _messages(item: dict[str, Any]) -> list[Message]:
     """Return a message, or an item of the Responses API, as messages: results of tools apart."""
-    kind, role = item.get("type"), str(item.get("role") or item.get("type") or "?")
-    match kind:
-        case "function_call":
-            tool = ToolCall(str(item.get("name")), _text(item.get("arguments")))
-            return [Message("assistant", "", tools=(tool,))]
-        case "function_call_output":
-            return [Message("tool", _text(item.get("output")), call=str(item.get("call_id") or ""))]
-        case "reasoning":
+    match item:
+        case {"type": "function_call"}:
+            return [Message("assistant", "", tools=(_tool(item),))]
+        case {"type": "function_call_output"}:
+            return [Message("tool", _text(item.get("output")), call=_text(item.get("call_id")))]
+        case {"type": "reasoning"}:
             thoughts = item.get("content") or item.get("summary")
             return [Message("assistant", "", reasoning=_text(thoughts))]
+        case {"role": role}:
+            return _chat_messages(item, str(role))
         case _:
-            pass
-    if "role" not in item:
-        return [Message(role, _text(item))]
+            return [Message(str(item.get("type") or "?"), _text(item))]
+
+
+def _chat_messages(item: dict[str, Any], role: str) -> list[Message]:
     results: list[Message] = []
     texts: list[str] = []
-    thoughts = [_text(item[n]) for n in ("reasoning_content", "reasoning") if item.get(n)][:1]
+    thoughts = [_text(item.get("reasoning_content") or item.get("reasoning"))]
     called, content = item.get("tool_calls"), item.get("content")
-    tools = (
-        [_tool(one) for one in called if isinstance(one, dict)] if isinstance(called, list) else []
-    )
+    tools = [_tool(one) for one in called] if isinstance(called, list) else []
     for part in content if isinstance(content, list) else [content]:
         match part:
             case {"type": "tool_result"}:
-                call = str(part.get("tool_use_id") or "")
+                call = _text(part.get("tool_use_id"))
                 results.append(Message("tool", _text(part.get("content")), call=call))
-            case {"type": "tool_use", "name": name}:
-                tools.append(ToolCall(str(name), _text(part.get("input"))))
+            case {"type": "tool_use"}:
+                tools.append(_tool(part))
             case {"type": "thinking", "thinking": thought}:
                 thoughts.append(_text(thought))
             case {"type": "text" | "input_text" | "output_text", "text": str(text)}:
@@ -120,22 +130,23 @@ def _messages(item: dict[str, Any]) -> list[Message]:
     if role == "assistant" and (found := _THINKING.match(text)):
         thoughts.append(found[1].strip())
         text = text[found.end() :]
-    if not (text or thoughts or tools) and results:
+    reasoning, call = "\n".join(filter(None, thoughts)), _text(item.get("tool_call_id"))
+    if results and not (text or reasoning or tools):
         return results
-    call = str(item.get("tool_call_id") or "")
-    return [*results, Message(role, text, "\n".join(thoughts), tuple(tools), call)]
+    return [*results, Message(role, text, reasoning, tuple(tools), call)]
 
 
-def _tool(tool: dict[str, Any]) -> ToolCall:
-    inner = tool.get("function") or tool.get("custom") or tool
+def _tool(tool: Any) -> ToolCall:
+    """Read a tool call of any protocol."""
+    inner = tool.get("function") or tool.get("custom") or tool if isinstance(tool, dict) else None
     if not isinstance(inner, dict):
-        return ToolCall("?", _text(inner))
+        return ToolCall("?", _text(tool))
     return ToolCall(str(inner.get("name")), _text(inner.get("arguments", inner.get("input"))))
 
 
 def _text(value: Any) -> str:
-    if value is None:
-        return ""
     if isinstance(value, list):
         return text_of(value)
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    if value is None or isinstance(value, str):
+        return value or ""
+    return json.dumps(value, ensure_ascii=False)
