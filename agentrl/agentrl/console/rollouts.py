@@ -9,8 +9,9 @@ from typing import Any
 from rich.table import Table
 
 from agentrl.console.tables import fitted
+from agentrl.history.rollout.conversation import answer_excerpt, prompt_excerpt
 from agentrl.history.rollout_table import Row
-from agentrl.runs.excerpts import answer_excerpt, excerpt, prompt_excerpt
+from agentrl.runs.excerpts import excerpt
 from agentrl_tracer.schemas import Call
 
 _FORMS = {"reward": "+.3g", "seconds": ".1f", "tokens": ",", "prompt_tokens": ","}

@@ -14,8 +14,9 @@ from rich.text import Text
 from rich.tree import Tree
 
 from agentrl.console.output import whole
+from agentrl.history.rollout.conversation import answer_excerpt, prompt_excerpt
 from agentrl.history.rollout.trace import Node, log_end, read_trace
-from agentrl.runs.excerpts import answer_excerpt, excerpt, prompt_excerpt
+from agentrl.runs.excerpts import excerpt
 from agentrl_tracer.schemas import Attempt, Call, Rollout
 from agentrl_tracer.store import Store
 

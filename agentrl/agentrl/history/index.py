@@ -12,8 +12,8 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from agentrl.history.index_file import IndexFile
+from agentrl.history.rollout.conversation import answer_text, new_text
 from agentrl.history.rollout.trace import count_tokens, earned_by_name
-from agentrl.runs.excerpts import answer_text, new_messages_text
 from agentrl_tracer.schemas import Attempt, Call, Reward, Rollout, RolloutState
 from agentrl_tracer.store import Store
 from agentrl_trainer.data.rewards import by_rollout, rollout_reward
@@ -100,7 +100,7 @@ class RolloutIndex(IndexFile):
             _summary(one, calls[one.id], rewards[one.id], errors.get(one.id)) for one in rollouts
         ]
         said = [
-            (call.id, call.rollout_id, _searched(new_messages_text(call.request), text))
+            (call.id, call.rollout_id, _searched(new_text(call.request), text))
             for rollout_id in ended
             for call in calls[rollout_id]
             if (text := answer_text(call.response)) or call.request

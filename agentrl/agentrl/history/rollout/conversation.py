@@ -10,9 +10,10 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
-from agentrl.runs.excerpts import text_of
+from agentrl.runs.excerpts import excerpt, text_of
 from agentrl_tracer.schemas import Call
 
 _THINKING = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)  # of servers that leave it in
@@ -35,6 +36,12 @@ class Message:
     tools: tuple[ToolCall, ...] = ()
     call: str = ""
 
+    @property
+    def said(self) -> str:
+        """What it says, tool calls included."""
+        calls = [f"→ {tool.name}({tool.arguments})" for tool in self.tools]
+        return "  ".join(filter(None, [self.text, *calls]))
+
 
 def asked(request: Mapping[str, Any] | None) -> list[Message]:
     """Return the messages of a request, system prompts first."""
@@ -49,9 +56,9 @@ def asked(request: Mapping[str, Any] | None) -> list[Message]:
     return found
 
 
-def answered(call: Call) -> Message | None:
+def answered(response: Mapping[str, Any] | None) -> Message | None:
     """Return the model's answer; None without one. Stored answers are chat completions."""
-    match call.response:
+    match response:
         case None:
             return None
         case {"choices": [{"message": dict(message)}, *_]}:
@@ -64,8 +71,34 @@ def answered(call: Call) -> Message | None:
 
 def conversation(call: Call) -> list[Message]:
     """Return what a call asked and answered."""
-    answer = answered(call)
+    answer = answered(call.response)
     return [*asked(call.request), *([answer] if answer else [])]
+
+
+def new_text(request: Mapping[str, Any] | None) -> str:
+    """Return what a request says after the model's last answer in it."""
+    new = takewhile(lambda message: message.role != "assistant", reversed(asked(request)))
+    return "\n".join(message.text for message in reversed(list(new)))
+
+
+def answer_text(response: Mapping[str, Any] | None) -> str:
+    """Return what a response says, tool calls included."""
+    answer = answered(response)
+    return answer.said if answer else ""
+
+
+def prompt_excerpt(request: Mapping[str, Any] | None) -> str:
+    """Return the last thing that a request says, in one line: ``user: Who are you?``."""
+    messages = asked(request)
+    if not messages:
+        return ""
+    more = f"({len(messages) - 1} before)  " if len(messages) > 1 else ""
+    return excerpt(f"{more}{messages[-1].role}: {messages[-1].said}")
+
+
+def answer_excerpt(response: Mapping[str, Any] | None) -> str:
+    """Return what a response says in one line."""
+    return excerpt(answer_text(response))
 
 
 def shown_before(messages: Sequence[Message], earlier: Sequence[Sequence[Message]]) -> int:

@@ -59,12 +59,8 @@ def _conversation(rollout: Rollout, calls: Sequence[Call]) -> str:
     for call in calls:
         if call.attempt_id == rollout.winner and sum(map(len, lines)) < _LONGEST:
             messages = conversation(call)
-            lines += map(_line, messages[shown_before(messages, told) :])
+            new = messages[shown_before(messages, told) :]
+            lines += [f"{message.role}: {message.said}" for message in new]
             told.append(messages)
     text = "\n".join(lines)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
-
-
-def _line(message: Message) -> str:
-    tools = [f"→ {tool.name}({tool.arguments})" for tool in message.tools]
-    return f"{message.role}: {' '.join(filter(None, [message.text, *tools]))}"

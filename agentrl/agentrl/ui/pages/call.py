@@ -59,7 +59,7 @@ def chat_of(call: Call, earlier: Sequence[Sequence[Message]] = ()) -> Chat:
     lengths = accumulate(map(shown_length, messages[before:]), initial=0)
     places = zip(messages[before:], lengths, strict=False)
     shown = [message for message, at in places if at < _SHOWN_OF_CALL]
-    return Chat(call, before, shown, len(messages) - before - len(shown), answered(call))
+    return Chat(call, before, shown, len(messages) - before - len(shown), answered(call.response))
 
 
 def shown_length(message: Message) -> int:
@@ -290,5 +290,5 @@ def _said(call: Call, vocabulary: Vocabulary) -> str:
     """Return an answer as it was sampled, or as a provider wrote it."""
     if call.response_ids and vocabulary.is_known:
         return _shortened(vocabulary.text(call.response_ids))
-    answer = answered(call)
+    answer = answered(call.response)
     return _shortened(answer.text if answer else "")
