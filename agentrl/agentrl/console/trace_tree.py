@@ -25,7 +25,7 @@ _STATE_STYLE = {"succeeded": "green", "running": "cyan", "queued": "cyan"}
 _STYLES = {f"state {name}": style for name, style in _STATE_STYLE.items()} | {
     "attempt": "bold", "span": "cyan", "note": "bold cyan", "call": "bold magenta",
     "reward": "bold green", "model": "magenta", "earned": "green", "busy": "yellow",
-    "fault": "red", "faint": "dim", "cut": "", "": "",
+    "fault": "red", "faint": "dim", "": "",
 }  # fmt: skip
 """By a node's kind, or by how one of its details looks; other states are red."""
 

@@ -35,7 +35,7 @@ class Node:
     """A record in one line, and what happened below it in order of time.
 
     ``details`` are texts, each with how it looks: a class of the pages, for which the terminal has
-    a style. Times are seconds since the epoch.
+    a style. Agents' texts become excerpts. Times are seconds since the epoch.
     """
 
     record: Record
@@ -47,10 +47,15 @@ class Node:
     end: float | None
     children: list[Node] = field(default_factory=list["Node"])
 
+    def __post_init__(self) -> None:
+        self.title = excerpt(self.title)
+        self.details = [(excerpt(text), look) for text, look in self.details if text]
+
     @property
     def seconds(self) -> float | None:
         """How long it took; None for what is not over, or takes no time."""
-        return None if self.end is None or self.kind == "reward" else self.end - self.start
+        lasts = self.end is not None and self.kind not in ("note", "reward")
+        return self.end - self.start if lasts else None
 
     def walk(self) -> Iterator[tuple[int, Node]]:
         """Yield this node and all below it with their depths, top-down."""
@@ -163,58 +168,51 @@ def _add_records(
 
 
 def _attempt_node(attempt: Attempt, calls: Sequence[Call], rewards: Sequence[Reward]) -> Node:
-    details = [(str(attempt.state), f"state {attempt.state}")]
-    if calls:
-        read, sampled = count_tokens(calls)
-        details.append((f"{len(calls)} calls, {read:,} + {sampled:,} tokens", "faint"))
-    if rewards:
-        details.append((f"reward {sum(one.value for one in rewards):+g}", "earned"))
-    elif attempt.state is AttemptState.SUCCEEDED:
-        details.append(("no reward", "busy"))
-    details.append((f"by {attempt.runner}", "faint"))
+    unpaid = "no reward" if attempt.state is AttemptState.SUCCEEDED else ""
+    earned = f"reward {sum(one.value for one in rewards):+g}" if rewards else ""
+    read, sampled = count_tokens(calls)
+    details = [
+        (str(attempt.state), f"state {attempt.state}"),
+        (f"{len(calls)} calls, {read:,} + {sampled:,} tokens" if calls else "", "faint"),
+        (earned or unpaid, "earned" if earned else "busy"),
+        (f"by {attempt.runner}", "faint"),
+    ]
     title, start, end = f"attempt {attempt.number}", attempt.started_at, attempt.ended_at
     return Node(attempt, "attempt", title, details, start, end)
 
 
 def _span_node(span: Span) -> Node:
-    kind, title, said = "span", span.name, span.attributes
+    said, kind, title = span.attributes, "span", span.name
+    shown = [(name, said[name]) for name in _SHOWN_ATTRIBUTES if name in said]
+    details = [(f"{name.partition('.')[2]}={text_of(value)}", "") for name, value in shown]
     if span.name == NOTE_SPAN:
         kind, title = "note", f"note {text_of(said.get(NOTE_NAME, ''))}"
-        details = [(excerpt(text_of(said.get(NOTE_DATA, ""))), "cut")]
-    else:
-        details = [
-            (f"{name.removeprefix('gen_ai.').removeprefix('agentrl.')}={text}", "cut")
-            for name in _SHOWN_ATTRIBUTES
-            if name in said and (text := excerpt(text_of(said[name])))
-        ]
+        details = [(text_of(said.get(NOTE_DATA, "")), "")]
     if span.status == "error":
         details.append(("error", "fault"))
     for event in span.events:
         if event.get("name") == "exception":
             what = event.get("attributes", {})
             why = f"{what.get('exception.type', '')}: {what.get('exception.message', '')}"
-            details.append((excerpt(why), "fault"))
-    return Node(span, kind, excerpt(title), details, span.start_ns / 1e9, span.end_ns / 1e9)
+            details.append((why, "fault"))
+    return Node(span, kind, title, details, span.start_ns / 1e9, span.end_ns / 1e9)
 
 
 def _call_node(call: Call) -> Node:
-    tokens = "{:,} + {:,} tokens".format(*call.tokens) if call.tokens else "tokens not reported"
     answered_by = f" = {call.adapter}@{call.adapter_version}" if call.adapter else ""
+    tokens = "{:,} + {:,} tokens".format(*call.tokens) if call.tokens else "tokens not reported"
     details = [
-        (excerpt(call.model) + answered_by, "model"),
-        (f"by {excerpt(call.agent)}" if call.agent else "", ""),
+        (call.model + answered_by, "model"),
+        (f"by {call.agent}" if call.agent else "", ""),
         (tokens, "faint"),
-        (excerpt(call.finish_reason or ""), "faint"),
+        (call.finish_reason or "", "faint"),
         (str(call.state) if call.state is not CallState.COMPLETED else "", "fault"),
         (verdict_of(call) or "", "busy" if call.skip_reason else "earned"),
     ]
-    shown = [(text, look) for text, look in details if text]
-    return Node(call, "call", "call", shown, call.started_at, call.ended_at)
+    return Node(call, "call", "call", details, call.started_at, call.ended_at)
 
 
 def _reward_node(reward: Reward) -> Node:
-    name = "" if reward.name == "reward" else excerpt(reward.name)
-    details = [(name, ""), (excerpt(reward.explanation or ""), "faint")]
-    shown = [(text, look) for text, look in details if text]
-    at = reward.created_at
-    return Node(reward, "reward", f"reward {reward.value:+g}", shown, at, at)
+    name = "" if reward.name == "reward" else reward.name
+    details, at = [(name, ""), (reward.explanation or "", "faint")], reward.created_at
+    return Node(reward, "reward", f"reward {reward.value:+g}", details, at, at)

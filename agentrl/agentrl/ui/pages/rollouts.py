@@ -77,7 +77,6 @@ def _is_task(run: OpenRun, split: str, index: int) -> bool:
 def _answers(run: OpenRun, rows: list[Row]) -> dict[str, Message]:
     """Return the answer that ends each rollout's longest conversation, by rollout."""
     calls = longest_calls(run.store, run.id, [row["id"] for row in rows])
-    answers = (
-        (row["id"], call and answered(call.response)) for row, call in zip(rows, calls, strict=True)
-    )
-    return {rollout: answer for rollout, answer in answers if answer}
+    found = zip(rows, calls, strict=True)
+    answers = {row["id"]: answered(call.response) for row, call in found if call}
+    return {rollout: answer for rollout, answer in answers.items() if answer}
