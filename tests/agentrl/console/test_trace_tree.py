@@ -48,11 +48,12 @@ def test_everything_recorded_has_a_place(tmp_path: Path) -> None:
     ]
     earned = Reward(second.attempt_id, second.rollout_id, "turn", 0.25, key="k", span_id="s3")
     record_spans(store, spans, [earned])
+    cancelled = CallState.CANCELLED
     calls = [
-        call_of(second, name, span_id=at, state=state, agent="player",
-                request={"prompt": f"prompt-{name}"})
-        for name, at, state in (("c1", "s1", CallState.COMPLETED),
-                                ("c2", "s1", CallState.COMPLETED), ("c3", None, CallState.CANCELLED))
+        call_of(second, name, agent="player", request={"prompt": f"prompt-{name}"}, **of)
+        for name, of in {
+            "c1": {"span_id": "s1"}, "c2": {"span_id": "s1"}, "c3": {"state": cancelled}
+        }.items()
     ]  # fmt: skip
     store.write_calls("boot", [], calls, 3)
     store.end_attempt(second.attempt_id, AttemptState.SUCCEEDED)

@@ -54,8 +54,9 @@ class Node:
     @property
     def seconds(self) -> float | None:
         """How long it took; None for what is not over, or takes no time."""
-        lasts = self.end is not None and self.kind not in ("note", "reward")
-        return self.end - self.start if lasts else None
+        if self.end is None or self.kind in ("note", "reward"):
+            return None
+        return self.end - self.start
 
     def walk(self) -> Iterator[tuple[int, Node]]:
         """Yield this node and all below it with their depths, top-down."""
