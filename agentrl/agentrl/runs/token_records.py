@@ -11,7 +11,7 @@ import io
 import zipfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,16 +51,13 @@ def save_step(
             start = len(call.prompt_ids) - 1  # a row's first token has no log-prob
             for name, parts in columns.items():
                 parts.append(np.asarray(of[name][start : start + len(call.response_ids)], "f4"))
-    offsets = np.cumsum([0, *map(len, columns["trainer"])], dtype=np.int64)
     if not any("temperature" in seen.row.extra for seen in rows):
         del columns["sampler"]
+    arrays: dict[str, Any] = {name: np.concatenate(parts) for name, parts in columns.items()}
+    arrays["calls"] = np.array([name for seen in rows for name in seen.calls], np.bytes_)
+    arrays["offsets"] = np.cumsum([0, *map(len, columns["trainer"])], dtype=np.int64)
     file = io.BytesIO()
-    np.savez_compressed(
-        file,
-        calls=np.array([name for seen in rows for name in seen.calls], np.bytes_),
-        offsets=offsets,
-        **{name: np.concatenate(parts) for name, parts in columns.items()},
-    )
+    np.savez_compressed(file, **arrays)
     folder.tokens.mkdir(mode=0o700, exist_ok=True)
     folder.write(_path(folder, step), file.getvalue())
 

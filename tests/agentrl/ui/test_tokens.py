@@ -36,7 +36,8 @@ def calls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     with contextlib.closing(Store(str(folder.store))) as store:
         ids = [one.id for one in store.rollouts(folder.run_id.read_text(), step=2)]
         first, second = [c for c in store.calls(rollout_ids=ids) if c.trained_step == 2][:2]
-        odd, long = like(first, "odd", ODD), like(first, "long", "one two " * 2100)
+        odd = like(first, "odd", ODD)
+        long = like(first, "long", "one two " * 2100, rollout_id=None, attempt_id=None)
         store.write_calls("boot", [], [odd, long], 0)
     with contextlib.closing(Store(str(root / "serve.db"))) as store:
         served = like(first, "served", "hi", run_id=None, rollout_id=None, attempt_id=None)
