@@ -24,7 +24,7 @@ _LOG_LINES = 20
 _STATE_STYLE = {"succeeded": "green", "running": "cyan", "queued": "cyan"}
 _STYLES = {f"state {name}": style for name, style in _STATE_STYLE.items()} | {
     "attempt": "bold", "span": "cyan", "note": "bold cyan", "call": "bold magenta",
-    "reward": "bold green", "model": "magenta", "earned": "green", "busy": "yellow",
+    "reward": "bold green", "earned": "green", "busy": "yellow",
     "fault": "red", "faint": "dim", "": "",
 }  # fmt: skip
 """By a node's kind, or by how one of its details looks; other states are red."""
@@ -49,11 +49,11 @@ def rollout_trace(store: Store, rollout: Rollout) -> Group:
 
 def _line(node: Node) -> Text:
     line = Text.assemble((node.title, _STYLES[node.kind]))
+    for text, look in node.details:
+        line.append(f"  {text}", _STYLES.get(look, "red"))
     if node.seconds is not None:
         digits = 2 if node.seconds < 10 else 0
         line.append(f"  {node.seconds:.{digits}f} s", "dim")
-    for text, look in node.details:
-        line.append(f"  {text}", _STYLES.get(look, "red"))
     return line
 
 

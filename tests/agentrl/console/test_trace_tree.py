@@ -71,7 +71,7 @@ def test_everything_recorded_has_a_place(tmp_path: Path) -> None:
     assert depth("asked  user: prompt-c2") == depth("asked  user: prompt-c1") + 4  # in chat-span
     assert depth("reward +0.25  turn") == depth("chat-span") + 4
     assert depth('note verdict  {"ok": true}') == depth("chat-span")
-    assert depth("attempt 1  ") == depth("attempt 2  ")
+    assert depth("attempt 1") == depth("attempt 2")
     assert "cancelled" in shown
     assert shown.count("by player") == 3
     assert {"boom", frame, f"{frame}!"} < {*narrow.splitlines()}  # tracebacks are not wrapped

@@ -143,6 +143,5 @@ def test_of_many_calls_the_first_are_shown_and_the_rest_on_demand(tmp_path: Path
         assert text.count("odd \ufffd number") == 20
         assert text.count("Show this call</a>") == 5
         rest = client.get("/runs/many/calls/c%2324").text
-        assert "Earlier messages of this conversation: 24" in rest
-        assert "number 24" in rest
+        assert rest.count("odd \ufffd number") == 25
         assert client.get("/runs/many/groups/g").status_code == 200

@@ -203,14 +203,15 @@ def _call_node(call: Call) -> Node:
     answered_by = f" = {call.adapter}@{call.adapter_version}" if call.adapter else ""
     tokens = "{:,} + {:,} tokens".format(*call.tokens) if call.tokens else "tokens not reported"
     details = [
-        (call.model + answered_by, "model"),
         (f"by {call.agent}" if call.agent else "", ""),
         (tokens, "faint"),
         (call.finish_reason or "", "faint"),
         (str(call.state) if call.state is not CallState.COMPLETED else "", "fault"),
         (verdict_of(call) or "", "busy" if call.skip_reason else "earned"),
     ]
-    return Node(call, "call", "call", details, call.started_at, call.ended_at)
+    return Node(
+        call, "call", f"call {call.model}{answered_by}", details, call.started_at, call.ended_at
+    )
 
 
 def _reward_node(reward: Reward) -> Node:
