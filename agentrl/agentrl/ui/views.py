@@ -16,8 +16,9 @@ from markupsafe import Markup
 from starlette.responses import HTMLResponse
 
 from agentrl import __version__
+from agentrl.history.rollout.trace import verdict_of
 from agentrl.history.sources import OpenRun, OpenServed, Sources
-from agentrl.ui.texts import markdown, plain
+from agentrl.ui.texts import MOST, markdown, plain
 from agentrl_tracer.schemas import Feedback
 
 _HERE = Path(__file__).parent
@@ -83,10 +84,11 @@ _templates.filters |= {
     "percent": percent,
     "plain": plain,
     "table_rows": table_rows,
+    "verdict": verdict_of,
     "markdown": markdown,
     "json": lambda value: json.dumps(value, ensure_ascii=False, indent=2),
 }
-_templates.globals |= {"version": __version__}
+_templates.globals |= {"version": __version__, "MOST": MOST}
 
 
 def page(request: Request, template: str, /, status: int = 200, **values: Any) -> HTMLResponse:

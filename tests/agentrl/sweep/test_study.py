@@ -36,7 +36,8 @@ def test_a_grid_has_every_point_once_and_tells_which_setting_decides(tmp_path: P
     found = SweepResults(opened(tmp_path, how), folder)
     assert (found.total, found.state) == (6, "finished")
     assert max(found.importance, key=lambda name: found.importance[name]) == "learning.rank"
-    assert found.best is not None and found.best.params["learning.rank"] == 16
+    assert found.best is not None
+    assert found.best.params["learning.rank"] == 16
 
 
 @pytest.mark.parametrize("sampler", ["random", "tpe"])

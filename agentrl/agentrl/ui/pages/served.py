@@ -5,8 +5,8 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from agentrl.history.rollout.conversation import answer_excerpt, prompt_excerpt
 from agentrl.history.served import find_served
-from agentrl.runs.excerpts import answer_excerpt, prompt_excerpt
 from agentrl.ui.views import page, sources
 
 router = APIRouter()
