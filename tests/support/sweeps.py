@@ -72,23 +72,20 @@ class SmallSweep:
 
 def record_sweep(root: Path, name: str = "known") -> SweepResults:
     """Record the study of a sweep of 12 trials: complete, pruned, and one of each other state."""
-    ranks, losses = [4, 8], ["ppo", "cispo"]
     rates = {"low": 1e-4, "high": 1e-2, "log": True}
-    space = {"learning.learning_rate": rates, "learning.rank": ranks, "algorithm.loss": losses}
+    losses = ["ppo", "<script>window.hacked = 1</script>"]
+    space = {"learning.learning_rate": rates, "learning.rank": [4, 8], "algorithm.loss": ["ppo"]}
+    kinds = [FloatDistribution(**rates), *map(CategoricalDistribution, ([4, 8], losses))]
     study = opened(root / name, sweep_config(space, trials=12))
-    hostile = ["ppo", "<script>window.hacked = 1</script>"]
-    kinds = [FloatDistribution(**rates), *map(CategoricalDistribution, (ranks, hostile))]
-    for number in range(12):
-        values = [1e-4 * 1.5**number, ranks[number % 2], hostile[number % 2]]
-        state = {8: "PRUNED", 9: "PRUNED", 10: "FAIL", 11: "RUNNING"}.get(number, "COMPLETE")
+    states = [*["COMPLETE"] * 8, "PRUNED", "PRUNED", "FAIL", "RUNNING"]
+    for number, state in enumerate(states):
         about = {"runs": [f"{name}-{number:03d}"], "spread": 0.01}
-        told = number / 12 if number < 10 else None
-        study.add_trial(
-            create_trial(
-                state=TrialState[state], value=told, params=dict(zip(space, values, strict=True)),
-                distributions=dict(zip(space, kinds, strict=True)),
-                user_attrs=about | ({"reason": "error: <b>no memory</b>"} if number == 10 else {}),
-                intermediate_values={4: number / 12},
-            )
+        about |= {"reason": "error: <b>no memory</b>"} if state == "FAIL" else {}
+        values = [1e-4 * 1.5**number, 4 + 4 * (number % 2), losses[number % 2]]
+        trial = create_trial(
+            state=TrialState[state], value=number / 12 if number < 10 else None, user_attrs=about,
+            params=dict(zip(space, values, strict=True)), intermediate_values={4: number / 12},
+            distributions=dict(zip(space, kinds, strict=True)),
         )  # fmt: skip
+        study.add_trial(trial)
     return read_results(root, name)

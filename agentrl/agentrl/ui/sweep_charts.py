@@ -24,7 +24,7 @@ def sweep_charts(found: SweepResults) -> list[Chart]:
     if not shown:
         return []
     charts = [_parallel(found, shown)]
-    if names := list(found.importance):
+    if names := [name.rpartition(".")[2] for name in found.importance]:
         shares = {"name": "share", "values": list(found.importance.values())}
         how = {"x": "setting", "unit": "%", "horizontal": True}
         charts.append(bars("importance", "Importance", names, [shares], **how))

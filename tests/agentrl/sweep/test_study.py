@@ -40,9 +40,8 @@ def test_a_grid_has_every_point_once_and_tells_which_setting_decides(tmp_path: P
     assert found.best.params["learning.rank"] == 16
 
 
-@pytest.mark.parametrize("sampler", ["random", "tpe"])
-def test_a_study_that_is_opened_again_chooses_other_values(tmp_path: Path, sampler: str) -> None:
-    how = sweep_config({"learning.rank": {"low": 1, "high": 1000}}, sampler=sampler)
+def test_a_study_that_is_opened_again_chooses_other_values(tmp_path: Path) -> None:
+    how = sweep_config({"learning.rank": {"low": 1, "high": 1000}}, sampler="random")
     assert len({ask(tmp_path, how) for _ in range(3)}) == 3
 
 
@@ -62,17 +61,6 @@ def test_a_sweep_over_something_else_needs_another_name(
     opened(tmp_path, sweep_config(SPACE, trials=7, parallel=3))  # may change
     with pytest.raises(ConfigError, match=f"{said}.*another --name"):
         opened(tmp_path, sweep_config(**{"space": SPACE, **changed}))
-
-
-def test_asha_keeps_a_third_at_each_rung(tmp_path: Path) -> None:
-    study = opened(tmp_path, sweep_config(SPACE, pruner="asha", sampler="random"))
-    pruned: list[bool] = []
-    for value in (9, 1, 2, 8, 3, 10):
-        trial = study.ask()
-        trial.report(value, 1)
-        pruned.append(trial.should_prune())
-        study.tell(trial, value)
-    assert pruned == [False, True, True, True, True, False]
 
 
 def test_a_missing_package_and_a_damaged_study_are_named(tmp_path: Path) -> None:

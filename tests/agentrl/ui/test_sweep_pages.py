@@ -47,12 +47,9 @@ def test_the_page_has_each_trial_and_a_running_sweep_asks_for_what_is_new(root: 
     assert "<script>window.hacked" not in text
 
 
-def test_a_folder_without_sweeps_says_how_to_make_one(tmp_path: Path) -> None:
+def test_the_file_to_share_has_everything_inside_and_nothing_hostile(tmp_path: Path) -> None:
     with TestClient(create_app(tmp_path)) as client:
         assert "No sweeps here yet" in client.get("/sweeps").text
-
-
-def test_the_file_to_share_has_everything_inside_and_nothing_hostile(tmp_path: Path) -> None:
     picture, page = write_pictures(RunFolder(tmp_path / "known"), record_sweep(tmp_path))
     assert picture.read_bytes().startswith(b"\x89PNG")
     text = page.read_text()

@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -43,16 +44,12 @@ def open_tracker(name: str, folder: RunFolder, config: TrainConfig, step: int | 
     if name == "mlflow":  # which takes 100 parameters at most
         return _MLflow(folder.name, run_id, group, flattened(dump(exclude_defaults=True)))
     how: dict[str, Any] = {"project": _PROJECT, "group": group, "config": dump()}
-    if name == "trackio":
-        import trackio as module  # pyright: ignore[reportMissingImports]
-
-        # trackio resumes by name, and another run's folder may have the same one.
+    if name == "trackio":  # it resumes by name, and another run's folder may have the same one
         how |= {"name": f"{folder.name}-{run_id[-8:]}", "embed": False, "auto_log_cpu": False}
     else:
-        import wandb as module  # pyright: ignore[reportMissingImports]
-
         how |= {"name": folder.name, "id": run_id, "dir": str(folder.root)}
         how["settings"] = {"console": "off"}  # the panel is drawn many times a second
+    module = import_module(name)
     return _WandB(module, module.init(resume="allow", **how))
 
 
