@@ -119,15 +119,15 @@ def read_results(root: Path, name: str) -> SweepResults:
     if name != os.path.basename(name) or not file.is_file():
         raise ConfigError(f"sweep: there is no sweep {name!r} in {root}")
     try:
-        from optuna import load_study
-        from optuna.storages import RDBStorage
+        import optuna
 
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
         # To bring it up to date is the sweep's to do.
-        storage = RDBStorage(
+        storage = optuna.storages.RDBStorage(
             f"sqlite:///{file}", skip_table_creation=True, skip_compatibility_check=True
         )
         try:
-            return SweepResults(load_study(study_name=None, storage=storage), folder)
+            return SweepResults(optuna.load_study(study_name=None, storage=storage), folder)
         finally:
             storage.engine.dispose()
     except Exception as error:  # of Optuna and SQLAlchemy, which have many kinds
