@@ -67,10 +67,10 @@ class RunList:
         if known is not None and known[0] == changed:
             return replace(known[1], notes=read_notes(known[2]))
         run = self._sources.open(name)
-        listed = _listed(run)
-        if listed.state != "running":
-            self._ended[name] = changed, listed, run.folder
-        return listed
+        found = listed(run)
+        if found.state != "running":
+            self._ended[name] = changed, found, run.folder
+        return found
 
 
 def _changed(folder: RunFolder, file: str) -> int | None:
@@ -80,7 +80,8 @@ def _changed(folder: RunFolder, file: str) -> int | None:
         return None
 
 
-def _listed(run: OpenRun) -> Listed:
+def listed(run: OpenRun) -> Listed:
+    """Return what tells a run apart in a list."""
     row, every = run.current(), -(-(run.store.last_step(run.id) or 1) // _POINTS)
     metrics = run.store.metrics(run.id, (REWARD, HELD_OUT), every=every)
     rewards, held_out = (
