@@ -12,10 +12,11 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from agentrl.history.index_file import IndexFile
-from agentrl.runs.excerpts import answer_text, new_messages_text
+from agentrl.history.rollout.conversation import answer_text, new_text
+from agentrl.history.rollout.trace import count_tokens, earned_by_name
 from agentrl_tracer.schemas import Attempt, Call, Reward, Rollout, RolloutState
 from agentrl_tracer.store import Store
-from agentrl_trainer.data.rewards import by_rollout, rollout_reward, winning_rewards
+from agentrl_trainer.data.rewards import by_rollout, rollout_reward
 
 VERSION = 3
 """Of the layout; a file of another version is made anew."""
@@ -99,7 +100,7 @@ class RolloutIndex(IndexFile):
             _summary(one, calls[one.id], rewards[one.id], errors.get(one.id)) for one in rollouts
         ]
         said = [
-            (call.id, call.rollout_id, _searched(new_messages_text(call.request), text))
+            (call.id, call.rollout_id, _searched(new_text(call.request), text))
             for rollout_id in ended
             for call in calls[rollout_id]
             if (text := answer_text(call.response)) or call.request
@@ -121,10 +122,6 @@ def _searched(asked: str, answered: str) -> str:
 def _summary(
     rollout: Rollout, calls: Sequence[Call], rewards: Sequence[Reward], last: Attempt | None
 ) -> list[Any]:
-    counts = [call.tokens or (0, 0) for call in calls]
-    by_name: dict[str, float] = {}
-    for reward in winning_rewards(rollout, rewards):
-        by_name[reward.name] = by_name.get(reward.name, 0.0) + reward.value
     took = None
     if rollout.started_at is not None and rollout.ended_at is not None:
         took = rollout.ended_at - rollout.started_at
@@ -137,11 +134,10 @@ def _summary(
         rollout.index,
         rollout.state,
         rollout_reward(rollout, rewards),
-        json.dumps(by_name),
+        json.dumps(earned_by_name(rollout, rewards)),
         rollout.attempts,
         len(calls),
-        sum(prompt for call, (prompt, _) in zip(calls, counts, strict=True) if call.choice == 0),
-        sum(sampled for _, sampled in counts),
+        *count_tokens(calls),
         took,
         ", ".join(sorted({call.agent for call in calls if call.agent})) or None,
         rollout.reason or (last.error if last else None),

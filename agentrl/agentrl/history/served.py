@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from agentrl.config.errors import ConfigError
 from agentrl.history.index_file import IndexFile
-from agentrl.runs.excerpts import answer_text, new_messages_text
+from agentrl.history.rollout.conversation import answer_text, new_text
 from agentrl_tracer.schemas import Call, CallState
 from agentrl_tracer.store import Store
 
@@ -42,7 +42,7 @@ CREATE VIRTUAL TABLE said USING fts5(text, content='');
         with self.write() as db:
             for call in taken:
                 at = db.execute("INSERT INTO call VALUES (?, ?)", (call.started_at, call.id))
-                asked, answer = new_messages_text(call.request), answer_text(call.response)
+                asked, answer = new_text(call.request), answer_text(call.response)
                 text = f"{asked[:_MOST_SAID]}\n{answer[:_MOST_SAID]}"
                 db.execute("INSERT INTO said(rowid, text) VALUES (?, ?)", (at.lastrowid, text))
         return bool(taken)

@@ -6,8 +6,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from agentrl.config.errors import ConfigError
+from agentrl.history.rollout.conversation import answer_excerpt, prompt_excerpt
 from agentrl.history.served import find_served
-from agentrl.runs.excerpts import answer_excerpt, prompt_excerpt
 from agentrl.ui.views import page, run_of, sources
 from agentrl_tracer.schemas import SkipReason
 
