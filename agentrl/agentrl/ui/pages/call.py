@@ -7,11 +7,10 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Annotated, Any
-from urllib.parse import parse_qsl
+from typing import Any
 
 import numpy as np
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from numpy.typing import NDArray
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
@@ -31,7 +30,7 @@ from agentrl.history.rollout.vocabulary import Vocabulary
 from agentrl.history.sources import OpenRun, OpenServed
 from agentrl.runs.token_records import read_call
 from agentrl.ui.texts import MOST
-from agentrl.ui.views import page, run_of, source_of
+from agentrl.ui.views import Form, page, run_of, source_of
 from agentrl_tracer.schemas import Call, Json
 
 router = APIRouter()
@@ -242,10 +241,6 @@ def _shortened(text: str) -> str:
 # ---- replays: what would another adapter version, the base model or a judge have said?
 
 
-async def _form(request: Request) -> dict[str, str]:
-    return dict(parse_qsl((await request.body()).decode(errors="replace")))
-
-
 @router.get("/runs/{name}/calls/{call_id}/replay")
 def replay_page(request: Request, name: str, call_id: str) -> Response:
     run = run_of(request, name)
@@ -265,15 +260,13 @@ def replay_page(request: Request, name: str, call_id: str) -> Response:
 
 
 @router.post("/runs/{name}/calls/{call_id}/replay")
-def start_replay(
-    request: Request, name: str, call_id: str, form: Annotated[dict[str, str], Depends(_form)]
-) -> Response:
+def start_replay(request: Request, name: str, call_id: str, form: Form) -> Response:
     run = run_of(request, name)
     target = targets(run.folder).get(form.pop("model", ""))
     if target is None:
         raise HTTPException(400, "model: choose one of the list; versions not kept are gone")
     try:
-        how = Sampling.model_validate(form)
+        how = Sampling.model_validate({key: text for key, text in form.items() if text})
         _replayer(request).start(run.folder, _call(run, call_id), target, how)
     except ValidationError as error:
         raise HTTPException(400, explain(error, Sampling)) from error
