@@ -52,7 +52,7 @@ class Vocabulary:
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of tokens, special ones included."""
         if self._tokenizer is None:
-            return " ".join(map(str, ids))
+            return "".join(f" {one}" for one in ids)
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
