@@ -16,6 +16,7 @@ from markupsafe import Markup
 from starlette.responses import HTMLResponse
 
 from agentrl import __version__
+from agentrl.history.rollout.conversation import answer_text
 from agentrl.history.rollout.trace import verdict_of
 from agentrl.history.sources import OpenRun, OpenServed, Sources
 from agentrl.ui.texts import MOST, markdown, plain
@@ -85,6 +86,7 @@ _templates.filters |= {
     "plain": plain,
     "table_rows": table_rows,
     "verdict": verdict_of,
+    "answer": answer_text,
     "markdown": markdown,
     "json": lambda value: json.dumps(value, ensure_ascii=False, indent=2),
 }

@@ -77,7 +77,7 @@ def test_each_token_tells_what_sampler_and_trainer_said(calls: dict[str, Any]) -
     assert titles[0] == (
         "6",
         f"token 1\nid {call.response_ids[0]}\nsampler {sampled:.4f}\ntrainer {sampled + 0.25:.4f}\n"
-        f"ratio 1.284\nadvantage -0.5\nversion {call.adapter_version}\nor ",
+        f"ratio 1.284\nadvantage -0.5\nversion {call.adapter_version}",
     )
     assert "trained in step 2" in text
     assert ">1.25 up</span>" in text  # the legend

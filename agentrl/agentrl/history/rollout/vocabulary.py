@@ -30,7 +30,6 @@ class Vocabulary:
 
     def __init__(self, tokenizer: Any = None, fault: str = "") -> None:
         self.fault = fault
-        self.is_known = tokenizer is not None
         self.is_loading = tokenizer is None and not fault
         self._tokenizer = tokenizer
         self._byte_level = "ByteLevel" in str(getattr(tokenizer, "decoder", ""))
