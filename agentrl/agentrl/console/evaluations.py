@@ -10,12 +10,13 @@ from rich.console import Console
 from agentrl.console.output import print_block, print_line, print_sentences
 from agentrl.console.report import sparkline
 from agentrl.console.tables import fitted
-from agentrl.history.compare import differences, held_out
 from agentrl.history.evaluations import (
     Paired,
     by_field,
+    differences,
     evaluated_tasks,
     fields,
+    held_out,
     pair,
     pass_at,
     stored_outcomes,

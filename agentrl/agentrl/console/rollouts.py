@@ -15,7 +15,7 @@ from agentrl_tracer.schemas import Call
 
 _FORMS = {"reward": "+.3g", "seconds": ".1f", "tokens": ",", "prompt_tokens": ","}
 _COLUMNS = (
-    "id", "step", "purpose", "task", "index", "status", "reward", "attempts", "calls",
+    "id", "step", "purpose", "task", "index", "status", "reward", "feedback", "attempts", "calls",
     "prompt_tokens", "tokens", "seconds", "agent", "error",
 )  # fmt: skip
 _EXPENDABLE = (

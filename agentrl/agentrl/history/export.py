@@ -33,8 +33,7 @@ def rollout_records(run: OpenRun, where: str) -> Iterator[Json]:
         for row in batch:
             split = task_ids[row["id"]].split("-", 1)[1].rpartition("-")[0]
             known = tasks.setdefault(split, run.store.tasks(run.id, split))
-            yield row.values | {
-                "rewards": row.rewards,
+            yield row | {
                 "split": split,
                 "data": known[row["task"]],
                 "calls": [asdict(call) for call in calls[row["id"]]],

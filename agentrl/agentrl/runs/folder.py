@@ -53,6 +53,7 @@ class RunFolder:
         self.metrics = self.root / "metrics.jsonl"
         self.picture = self.root / "learning_curve.png"
         self.summary = self.root / "summary.json"
+        self.pruned = self.root / "pruned"  # a sweep has ended this run early
         self._locked = False
 
     @classmethod

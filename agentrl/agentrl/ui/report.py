@@ -46,7 +46,7 @@ def run_report(folder: Path) -> str:
     """
     with contextlib.closing(Sources(folder.absolute().parent)) as sources:
         run = sources.open(folder.absolute().name)
-        while run.index.fill(run.store, run.id):
+        while run.fill():
             pass
         return asyncio.run(_report(run, folder.absolute().parent))
 

@@ -16,7 +16,7 @@ from markupsafe import Markup
 from starlette.responses import HTMLResponse
 
 from agentrl import __version__
-from agentrl.history.sources import OpenRun, OpenServed, Sources
+from agentrl.history.sources import OpenRun, Sources
 from agentrl.ui.texts import markdown, plain
 from agentrl_tracer.schemas import Feedback
 
@@ -111,7 +111,7 @@ def run_of(request: Request, name: str) -> OpenRun:
     return run
 
 
-def source_of(request: Request, name: str) -> OpenRun | OpenServed:
+def source_of(request: Request, name: str) -> OpenRun:
     """Return the run, or on pages below /served the store, that a path names."""
     if not request.url.path.startswith("/served/"):
         return run_of(request, name)

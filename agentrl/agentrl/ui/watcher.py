@@ -12,11 +12,10 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-from agentrl.history.sources import OpenRun, OpenServed
+from agentrl.history.sources import OpenRun
 from agentrl_tracer.store import StoreError
 
 log = logging.getLogger("agentrl")
-Followed = OpenRun | OpenServed
 
 _PERIOD_S = 1.0
 _FORGET_S = 30.0  # without a page that looks
@@ -25,7 +24,7 @@ _REST_S = 0.02  # between two steps of filling: a training beside it must not no
 
 @dataclass
 class _Watched:
-    run: Followed
+    run: OpenRun
     looked_at: float = field(default_factory=time.monotonic)
     pages: int = 0
     """Live pages that are open."""
@@ -51,7 +50,7 @@ class Watcher:
             self._changed.notify_all()
         self._thread.join(5)
 
-    def look_at(self, run: Followed) -> None:
+    def look_at(self, run: OpenRun) -> None:
         """Follow a run for the next half minute."""
         with self._changed:
             known = self._watched.get(run.name)

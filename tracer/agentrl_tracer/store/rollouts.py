@@ -196,6 +196,10 @@ class RolloutStore(RewardStore):
         query = sa.select(t.rollouts.c.id).where(*own).order_by(t.rollouts.c.id).limit(limit)
         return [row.id for row in self.db.fetch_rows(query)]
 
+    def canceled_ids(self, run_id: str) -> list[str]:
+        own = t.rollouts.c.run_id == run_id, t.rollouts.c.state == RolloutState.CANCELLED
+        return [row.id for row in self.db.fetch_rows(sa.select(t.rollouts.c.id).where(*own))]
+
     def count_rollouts(self, run_id: str) -> int:
         query = sa.select(sa.func.count()).where(t.rollouts.c.run_id == run_id)
         return self.db.fetch_rows(query.select_from(t.rollouts))[0][0]

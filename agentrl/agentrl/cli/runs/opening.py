@@ -39,7 +39,7 @@ def indexed_run(path: Path) -> Iterator[OpenRun]:
     with contextlib.closing(open_run(RunFolder.existing(path, "run"))) as run:
         try:
             with stderr.status("reading new rollouts"):  # shows nothing in a pipe
-                while run.index.fill(run.store, run.id):
+                while run.fill():
                     pass
         except sqlite3.OperationalError as error:
             raise StoreError(

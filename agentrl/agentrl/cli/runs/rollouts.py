@@ -40,7 +40,7 @@ def rollouts_command(
         found = find_rollouts(opened.index, Query(where, search, sort, limit or -1))
     if json:
         for row in found.rows:
-            print_json(row.values | {"rewards": row.rewards})
+            print_json(row)
         return
     if found.rows:
         print_block(rollouts_table(found.rows, console.width))

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from agentrl.history.conversation import Message, answered, asked, shown_before
-from agentrl.history.sources import OpenRun, OpenServed
+from agentrl.history.sources import OpenRun
 from agentrl.ui.texts import MOST
 from agentrl.ui.views import page, source_of
 from agentrl_tracer.schemas import Call, Json
@@ -133,14 +133,14 @@ def _part(request: Request, template: str, **values: Any) -> Response:
     return page(request, template, is_part=is_part, **values)
 
 
-def _call(run: OpenRun | OpenServed, call_id: str) -> Call:
+def _call(run: OpenRun, call_id: str) -> Call:
     call = run.store.call(call_id)
     if call is None or call.run_id != run.id:
         raise HTTPException(404, f"{call_id!r} is no call of {run.name}")
     return call
 
 
-def _previous(run: OpenRun | OpenServed, call: Call) -> list[list[Message]]:
+def _previous(run: OpenRun, call: Call) -> list[list[Message]]:
     """Return the conversation of the call before this one in its attempt."""
     if call.attempt_id is None:
         return []

@@ -10,8 +10,13 @@ from starlette.responses import Response
 
 from agentrl.config.errors import ConfigError
 from agentrl.config.setting_names import recorded
-from agentrl.history.compare import differences, held_out
-from agentrl.history.evaluations import evaluated_tasks, known_outcomes, split_of
+from agentrl.history.evaluations import (
+    differences,
+    evaluated_tasks,
+    held_out,
+    known_outcomes,
+    split_of,
+)
 from agentrl.history.sources import OpenRun
 from agentrl.runs.metric_names import HELD_OUT, REWARD
 from agentrl.ui.charts import Chart, curve, lines

@@ -45,7 +45,7 @@ def evaluations_page(
     by = by if by in known_fields else next(iter(known_fields), "")
     two = {step: found[step] for step in dict.fromkeys((before, after)) if step in found}
     paired = pair(found[before], found[after]) if len(two) == 2 else None
-    held, there = run.index.progress(run.store, run.id)
+    held, there = run.index.progress()
     successes = {step: success(known) for step, known in found.items()}
     return page(
         request, "evaluations.html", run=run.current() | {"name": run.name}, found=found,

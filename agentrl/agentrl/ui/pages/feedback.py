@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import RedirectResponse, Response
 
 from agentrl.config.errors import ConfigError
-from agentrl.history.sources import OpenRun, OpenServed
+from agentrl.history.sources import OpenRun
 from agentrl.ui.views import AUTHOR_COOKIE, source_of
 from agentrl_tracer.schemas import Feedback, is_reward
 from agentrl_tracer.store import Store
@@ -61,7 +61,7 @@ def as_lines(feedback: list[Feedback]) -> str:
     return "".join(json.dumps(asdict(one), ensure_ascii=False) + "\n" for one in feedback)
 
 
-def _feedback(source: OpenRun | OpenServed, form: dict[str, str]) -> Feedback:
+def _feedback(source: OpenRun, form: dict[str, str]) -> Feedback:
     for field, most in _LONGEST.items():
         if len(form.get(field, "")) > most:
             raise HTTPException(400, f"{field}: has more than {most:,} characters")

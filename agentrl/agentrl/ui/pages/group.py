@@ -61,7 +61,7 @@ def group_page(request: Request, name: str, group_id: str, at: int = 0) -> Respo
         computed=_computed(row, rows), shared=shared, fault=fault,
         is_loading=vocabulary is None and not fault,
         prompt=[cut_message(one) for one in prompt], shared_by=len(known) if len(known) > 1 else 0,
-        rewards=sorted({name for one in rows for name in one.rewards} - {"reward"}),
+        rewards=sorted({name for one in rows for name in one["rewards"]} - {"reward"}),
         shared_text=_text(vocabulary, sequences[0][:shared]) if sequences else "",
         members=_members(run, shown, calls, shared, prompt, vocabulary),
     )  # fmt: skip

@@ -16,6 +16,7 @@ from starlette.responses import FileResponse, Response
 
 from agentrl.config.errors import ConfigError
 from agentrl.history.conversation import Message
+from agentrl.history.index import task_index
 from agentrl.history.rollout_table import (
     Beside,
     Query,
@@ -23,7 +24,6 @@ from agentrl.history.rollout_table import (
     beside_in_table,
     beside_in_task,
     members,
-    task_index,
 )
 from agentrl.history.sources import OpenRun
 from agentrl.history.trace import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from agentrl.history.served import find_served
+from agentrl.history.index import find_served
 from agentrl.runs.excerpts import answer_excerpt, prompt_excerpt
 from agentrl.ui.views import page, sources
 
@@ -16,7 +16,7 @@ router = APIRouter()
 def served_page(request: Request, name: str, search: str = "", before: str = "") -> Response:
     store = sources(request).served(name)
     request.app.state.watcher.look_at(store)
-    held, there = store.index.progress(store.store)
+    held, there = store.index.progress()
     return page(
         request, "served.html", store=store, search=search, before=before, held=held, there=there,
         found=find_served(store.store, store.index, search, before),
