@@ -53,8 +53,8 @@ def open_store(
         url = str(Path(start, url) if Path(start).is_dir() else Path(url))
     if "://" in url or Path(url).is_file():  # else it would be made
         store = Store(url, patience_s=patience_s, read_only=read_only)
-        if found := [run for run in store.runs() if run["id"] == run_id]:
-            return store, found[0]
+        if row := store.run(run_id):
+            return store, row
         store.close()
     raise ConfigError(
         f"run.store: the store {shared or folder.store} is not there, or does not hold the run "

@@ -12,10 +12,10 @@ from starlette.responses import RedirectResponse, Response, StreamingResponse
 from agentrl.config.setting_names import flattened, recorded
 from agentrl.config.settings import ModelSettings
 from agentrl.console.report import serve_command
+from agentrl.history.evaluations import known_outcomes, success
 from agentrl.history.notes import read_notes, write_notes
 from agentrl.history.overview import (
     alerts_of,
-    held_out_intervals,
     outcomes_of,
     phase_spans,
     progress_of,
@@ -55,7 +55,7 @@ def run_page(request: Request, name: str) -> Response:
     adapters = several if len(several) > 1 else []
     every = -(-(run.store.last_step(run.id) or 1) // _MOST_POINTS)
     metrics = run.store.metrics(run.id, metric_names(adapters), every=every)
-    intervals = held_out_intervals(run, recorded(config, "evaluation.success_reward", 1.0))
+    intervals = {step: success(found)[1:] for step, found in known_outcomes(run).items()}
     kept = run.store.accounting(run.id)
     outcomes, failed = outcomes_of(run)
     return page(
