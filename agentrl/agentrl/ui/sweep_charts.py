@@ -6,7 +6,7 @@ from typing import Any
 
 from agentrl.sweep.figures import Axis, axes, best_so_far, places, surface, with_value
 from agentrl.sweep.record import SweepRecord, TrialRow, short_names
-from agentrl.ui.charts import Chart, bars, curve, lines, other
+from agentrl.ui.charts import Chart, Points, bars, chart, lines
 
 
 def sweep_charts(record: SweepRecord) -> list[Chart]:
@@ -14,32 +14,35 @@ def sweep_charts(record: SweepRecord) -> list[Chart]:
     rows = with_value(record)
     if not rows:
         return []
-    complete = [row for row in rows if row.state == "complete"]
-    pruned = [(row.number, row.value) for row in rows if row.state == "pruned"]
     found = [_parallel(record, rows)]
     if record.importance:
         short = short_names(record)
-        shares = {"name": "share", "values": list(record.importance.values())}
-        names = [short[name] for name in record.importance]
+        shares: Points = {short[name]: value for name, value in record.importance.items()}
         found.append(
             bars(
-                "importance", "Importance", names, [shares], x="setting", unit="%", horizontal=True
+                "importance",
+                "Importance",
+                {"share": shares},
+                x="setting",
+                unit="%",
+                horizontal=True,
             )
         )
-    if (chart := _contour(record)) is not None:
-        found.append(chart)
-    series = [
-        curve("complete", [(row.number, row.value) for row in complete], style="dots"),
-        curve("pruned, so far", pruned, style="dots"),
-        curve("best", best_so_far(record)),
-    ]
-    found.append(lines("history", f"History of {record.metric}", series, x="trial"))
+    if (contour := _contour(record)) is not None:
+        found.append(contour)
+    curves: dict[str, Points] = {
+        "complete": {row.number: row.value for row in rows if row.state == "complete"},
+        "pruned, so far": {row.number: row.value for row in rows if row.state == "pruned"},
+        "best": dict(best_so_far(record)),
+    }
+    title, dots = f"History of {record.metric}", ["complete", "pruned, so far"]
+    found.append(lines("history", title, curves, x="trial", dots=dots))
     return found
 
 
 def _parallel(record: SweepRecord, rows: list[TrialRow]) -> Chart:
     names = [one["name"] for one in record.space]
-    return other(
+    return chart(
         "parallel", "parallel", "Trials over the settings",
         ["trial", "state", *names, record.metric],
         [[r.number, r.state, *(r.params[name] for name in names), r.value] for r in rows],
@@ -55,7 +58,7 @@ def _contour(record: SweepRecord) -> Chart | None:
     if found is None:
         return None
     x, y = found.x.name, found.y.name
-    return other(
+    return chart(
         "contour", "contour", f"{record.metric} over the two most important settings",
         ["trial", x, y, record.metric],
         [[row.number, row.params[x], row.params[y], row.value] for _, _, row in found.points],

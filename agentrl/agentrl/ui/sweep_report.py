@@ -8,7 +8,7 @@ from agentrl.runs.folder import RunFolder
 from agentrl.sweep.picture import draw_sweep
 from agentrl.sweep.record import SweepRecord
 from agentrl.ui.sweep_charts import sweep_charts
-from agentrl.ui.views import STATIC, render
+from agentrl.ui.views import render_alone
 
 _STYLES = ("app.css", "charts.css", "sweeps.css")
 _SCRIPTS = ("echarts.min.js", "charts.js", "sweeps.js")
@@ -18,10 +18,9 @@ def write_pictures(folder: RunFolder, record: SweepRecord) -> list[Path]:
     """Write both files into the sweep's folder; return their paths."""
     picture, page = folder.root / "sweep.png", folder.root / "sweep.html"
     draw_sweep(record, picture)
-    text = render(
-        "sweep_report.html", record=record, charts=sweep_charts(record), links=False,
-        styles=[(STATIC / name).read_text(encoding="utf-8") for name in _STYLES],
-        scripts=[(STATIC / name).read_text(encoding="utf-8") for name in _SCRIPTS],
+    text = render_alone(
+        "sweep_report.html", _STYLES, _SCRIPTS, title=record.name, record=record,
+        charts=sweep_charts(record), links=False,
     )  # fmt: skip
     folder.write(page, text)
     return [picture, page]

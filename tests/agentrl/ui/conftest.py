@@ -19,7 +19,7 @@ from ui_pages import (
 )
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def client(recorded: Recorded) -> Iterator[TestClient]:
     """The pages without a server: ``client.get("/runs/known").text``; rollouts are indexed."""
     from agentrl.ui.app import create_app

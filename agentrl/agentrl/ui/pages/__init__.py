@@ -3,7 +3,6 @@
 from agentrl.ui.pages import (
     call,
     calls,
-    compare,
     evaluations,
     feedback,
     group,
@@ -11,23 +10,11 @@ from agentrl.ui.pages import (
     rollout,
     rollouts,
     runs,
-    served,
     sweeps,
     tokens,
 )
 
-PAGES = (
-    runs.router,
-    rollouts.router,
-    rollout.router,
-    group.router,
-    call.router,
-    calls.router,
-    tokens.router,
-    replay.router,
-    evaluations.router,
-    compare.router,
-    feedback.router,
-    served.router,
-    sweeps.router,
-)
+_MODULES = (
+    runs, rollouts, rollout, group, call, calls, tokens, replay, evaluations, feedback, sweeps,
+)  # fmt: skip
+PAGES = [module.router for module in _MODULES]

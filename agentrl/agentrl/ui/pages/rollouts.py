@@ -49,13 +49,9 @@ def task_page(request: Request, name: str, split: str, index: int, at: int = 0) 
     if task is None:
         raise HTTPException(404, f"{name} has no task {split} {index}")
     found = of_task(run.index, split, index, _PER_PAGE, max(at, 0))
-    last = of_task(run.index, split, index, 1, max(found.total - 1, 0)).rows
-    first = of_task(run.index, split, index, 1, 0).rows
     return page(
         request, "task.html", run=run.current(), split=split, index=index, task=task, found=found,
-        at=max(at, 0), per_page=_PER_PAGE, ends=first + last if found.total > 1 else [],
-        answers=_answers(run, [*first, *last, *found.rows]),
-        beside=[one for one in (index - 1, index + 1) if _is_task(run, split, one)],
+        at=max(at, 0), per_page=_PER_PAGE, answers=_answers(run, found.rows),
     )  # fmt: skip
 
 
@@ -69,10 +65,6 @@ def _columns(found: Page) -> dict[str, str]:
         if name == "reward":
             columns |= {f"rewards.{reward}": reward for reward in rewards}
     return columns
-
-
-def _is_task(run: OpenRun, split: str, index: int) -> bool:
-    return run.store.task(run.id, split, index) is not None
 
 
 def _answers(run: OpenRun, rows: list[Row]) -> dict[str, Message]:
