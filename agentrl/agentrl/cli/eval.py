@@ -17,7 +17,7 @@ from agentrl.config.checks import greedy_note
 from agentrl.config.commands import EvalConfig
 from agentrl.config.loading import load, load_tasks
 from agentrl.console.output import print_block, print_line, print_sentences
-from agentrl.console.report import facts
+from agentrl.console.tables import facts
 from agentrl.runner.agent_spec import validate_agent
 from agentrl.runs.statistics import pass_estimates
 from agentrl.training.evaluation import plan_evaluation

@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 import textwrap
+from dataclasses import asdict, is_dataclass
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -57,6 +58,7 @@ def print_block(what: RenderableType, to: Console = console) -> None:
 
 def print_json(value: Any) -> None:
     """Print a value as one line of JSON; numbers that JSON does not have are null."""
+    value = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
     try:
         sys.stdout.write(json.dumps(strict(value), ensure_ascii=False, default=str) + "\n")
     except BrokenPipeError:  # the reader, such as head, has enough

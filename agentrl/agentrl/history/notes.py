@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, Field, StringConstraints, ValidationError
+from pydantic import BeforeValidator, Field, StringConstraints, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
 from agentrl.config.errors import ConfigError
 from agentrl.runs.folder import RunFolder
@@ -20,11 +22,15 @@ def _split(tags: Any) -> Any:
 _Tag = Annotated[str, Field(max_length=40)]
 
 
-class Notes(BaseModel, frozen=True):
+@dataclass(frozen=True)
+class Notes:
     tags: Annotated[tuple[_Tag, ...], Field(max_length=20), BeforeValidator(_split)] = ()
     note: Annotated[str, StringConstraints(strip_whitespace=True, max_length=20_000)] = ""
     """Markdown."""
     archived: bool = False
+
+
+_NOTES = TypeAdapter(Notes)
 
 
 def read_notes(folder: RunFolder) -> Notes:
@@ -35,7 +41,7 @@ def read_notes(folder: RunFolder) -> Notes:
     """
     path = folder.root / "notes.json"
     try:
-        return Notes.model_validate_json(path.read_bytes())
+        return _NOTES.validate_json(path.read_bytes())
     except FileNotFoundError:
         return Notes()
     except ValidationError as error:
@@ -51,10 +57,10 @@ def write_notes(folder: RunFolder, **changes: Any) -> Notes:
     """
     given = {name: value for name, value in changes.items() if value is not None}
     try:
-        notes = Notes.model_validate(read_notes(folder).model_dump() | given)
+        notes = Notes(**asdict(read_notes(folder)) | given)
     except ValidationError as error:
         raise ConfigError(_first(error)) from error
-    folder.write_json(folder.root / "notes.json", notes.model_dump())
+    folder.write_json(folder.root / "notes.json", asdict(notes))
     return notes
 
 

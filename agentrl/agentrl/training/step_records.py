@@ -32,7 +32,7 @@ class StepRecords:
         self._human = {
             name
             for one in config.trained.values()
-            for name in one["rewards"] or ()
+            for name in one.rewards or ()
             if name.startswith("human:")
         }
         self._settings = step_settings(config, adapters=frozenset(), max_length=max_length)
