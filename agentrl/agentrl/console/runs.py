@@ -169,8 +169,8 @@ def _change(paired: evaluations.Paired) -> str:
 def show_rollouts(to: Console, rows: Sequence[Json]) -> None:
     """Show a row for each rollout."""
     columns = (
-        "id step purpose task index status reward:+.3g feedback attempts calls prompt_tokens:, tokens:, "
-        "seconds:.1f agent error"
+        "id step purpose task index status reward:+.3g feedback attempts calls prompt_tokens:, "
+        "tokens:, seconds:.1f agent error"
     )
     expendable = "prompt_tokens agent attempts index calls seconds error tokens purpose"
     print_rows(to, rows, columns, expendable=expendable, cut="error")
