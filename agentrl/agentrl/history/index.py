@@ -138,7 +138,7 @@ class Index:
         # A resumed run cancels rollouts that had ended.
         late = {(one, "cancelled") for one in self._store.canceled_ids(run_id)}
         late |= {(one, len(given)) for one, given in feedback.items() if one}
-        self._take_in(run_id, [*new, *running], feedback, has_new_words=True)
+        self._take_in(run_id, new or running, feedback, has_new_words=True)
         again = {one for one, _ in late - known if one <= last}
         self._take_in(run_id, again, feedback, has_new_words=False)
         return bool(new)
@@ -147,7 +147,9 @@ class Index:
         self, run_id: str, ids: Collection[str], feedback: Mapping[str | None, list[Feedback]], *,
         has_new_words: bool,
     ) -> None:  # fmt: skip
-        rollouts = self._store.rollouts(run_id, ids=ids) if ids else []
+        if not ids:
+            return
+        rollouts = self._store.rollouts(run_id, ids=ids)
         began = [one.id for one in rollouts if one.started_at is not None]
         ended = [one.id for one in rollouts if one.state in _ENDED]
         calls = by_rollout(self._store.calls(rollout_ids=began, bodies=False))

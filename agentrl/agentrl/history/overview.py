@@ -55,29 +55,31 @@ def progress_of(run: OpenRun, state: str) -> Progress:
 def phase_spans(run: OpenRun) -> list[Span]:
     """Return when the phases of the last steps were: rollouts as they ran, the rest as logged."""
     spans = list(_logged_spans(run.store, run.id))
-    steps = [int(label.split()[1]) for _, _, _, label in spans]
     query = (
-        "SELECT step, min(started_at), max(started_at + coalesce(seconds, 0)) FROM rollout "
-        "WHERE purpose = 'train' AND step BETWEEN ? AND ? GROUP BY step HAVING min(started_at) > 0"
+        "SELECT 'rollouts', min(started_at), max(started_at + coalesce(seconds, 0)), step "
+        "FROM rollout WHERE purpose = 'train' AND step BETWEEN ? AND ? AND started_at > 0 "
+        "GROUP BY step"
     )
-    if steps:
+    if steps := [step for *_, step in spans]:
         with run.index.read() as db:
-            for step, start, end in db.execute(query, (min(steps), max(steps) + 1)):
-                spans.append(("rollouts", start, end, f"step {step}"))
-    first = min((start for _, start, _, _ in spans), default=0.0)
-    return sorted((lane, start - first, end - first, label) for lane, start, end, label in spans)
+            spans += map(tuple, db.execute(query, (min(steps), max(steps) + 1)))
+    first = min((start for _, start, *_ in spans), default=0.0)
+    return sorted(
+        (lane, start - first, end - first, f"step {step}") for lane, start, end, step in spans
+    )
 
 
-def _logged_spans(store: Store, run_id: str) -> Iterator[Span]:
+def _logged_spans(store: Store, run_id: str) -> Iterator[tuple[str, float, float, int]]:
+    """Yield lane, start, end and step."""
     done, evaluated = (store.logged_at(run_id, what, _LAST_STEPS) for what in (_DONE, _EVALUATED))
     names = [_EVALUATED, *(f"seconds/{phase}" for phase in _IN_TURN)]
     rows = store.metrics(run_id, names, since=min([*done, *evaluated], default=0))
     for step, end in evaluated.items():
-        yield "evaluation", end - rows[step][_EVALUATED], end, f"step {step}"
+        yield "evaluation", end - rows[step][_EVALUATED], end, step
     for step, end in done.items():
         for phase in _IN_TURN:
             start = end - rows[step].get(f"seconds/{phase}", 0.0)
-            yield phase, start, end, f"step {step}"
+            yield phase, start, end, step
             end = start
 
 
