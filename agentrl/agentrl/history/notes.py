@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, StringConstraints, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    StringConstraints,
+    TypeAdapter,
+    ValidationError,
+)
 from pydantic.dataclasses import dataclass
 
 from agentrl.config.errors import ConfigError
@@ -19,13 +26,14 @@ def _split(tags: Any) -> Any:
     return tuple(dict.fromkeys(filter(None, map(str.strip, tags.split(",")))))
 
 
+_LINES = AfterValidator(lambda text: text.replace("\r\n", "\n"))  # of browsers
 _Tag = Annotated[str, Field(max_length=40)]
 
 
 @dataclass(frozen=True)
 class Notes:
     tags: Annotated[tuple[_Tag, ...], Field(max_length=20), BeforeValidator(_split)] = ()
-    note: Annotated[str, StringConstraints(strip_whitespace=True, max_length=20_000)] = ""
+    note: Annotated[str, StringConstraints(strip_whitespace=True, max_length=20_000), _LINES] = ""
     """Markdown."""
     archived: bool = False
 
