@@ -121,7 +121,7 @@ def serve(url: str, count: int) -> None:
         for at in range(0, count, 5000):
             ids = [f"served-{at + i}" for i in range(0, 5000, build.CALLS)]
             nowhere = dict.fromkeys(("run_id", "rollout_id", "attempt_id", "trained_step"))
-            calls = build._calls("", ids, at)
+            calls = build._calls("", ids, 1 + at // 5000)  # words of the run
             build._insert(
                 store, ({**x, **nowhere, "started_at": 1e9 + at + i} for i, x in enumerate(calls))
             )

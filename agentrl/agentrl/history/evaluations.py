@@ -33,7 +33,8 @@ _OF_THE_PLACE = ("run.name", "run.folder", "gateway.url", "gateway.port")
 """Settings in which all runs differ."""
 _OUTCOMES = """
 SELECT step, task, coalesce(sum(reward >= ?), 0), count(*), min(id)
-FROM rollout WHERE purpose = 'eval' AND final = 1 AND status != 'cancelled'
+FROM rollout INDEXED BY evaluated
+WHERE purpose = 'eval' AND final = 1 AND status != 'cancelled'
 GROUP BY step, task
 """
 

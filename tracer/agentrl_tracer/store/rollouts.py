@@ -192,7 +192,8 @@ class RolloutStore(RewardStore):
 
     def rollout_ids_after(self, run_id: str, last: str, limit: int) -> list[str]:
         """Return the ids of the next ``limit`` rollouts that were queued after ``last``."""
-        own = t.rollouts.c.run_id == run_id, t.rollouts.c.id > last
+        # In the order of ids: by the index of runs it would sort all of the run's rollouts.
+        own = t.rollouts.c.run_id.concat("") == run_id, t.rollouts.c.id > last
         query = sa.select(t.rollouts.c.id).where(*own).order_by(t.rollouts.c.id).limit(limit)
         return [row.id for row in self.db.fetch_rows(query)]
 
