@@ -13,7 +13,7 @@ import json
 import re
 import sqlite3
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from agentrl.config.errors import ConfigError
@@ -65,14 +65,7 @@ def find_rollouts(index: Index, query: Query) -> Page:
     Raises:
         ConfigError: ``where``, ``sort`` or ``search`` is wrong; names it.
     """
-    values: list[Any] = []
-    condition, order = _condition(query.where, values), _order(query.sort)
-    if query.search.split():
-        condition += (
-            " AND id IN (SELECT call.rollout FROM call WHERE call.rowid IN (SELECT rowid FROM said "
-            f"WHERE said MATCH ? ORDER BY rowid DESC LIMIT {_MOST_FOUND}))"
-        )
-        values.append(all_words(query.search))
+    condition, order, values = _parts(query)
     with index.read() as db:
         try:
             [total] = db.execute(f"SELECT count(*) FROM rollout WHERE {condition}", values)
@@ -113,7 +106,10 @@ def beside_in_task(index: Index, rollout: Rollout) -> Beside | None:
 def beside_in_table(index: Index, query: Query, rollout_id: str) -> Beside | None:
     """Return what is before and after the rollout at ``query.offset`` of a table; None if it is no
     longer there."""
-    rows = find_rollouts(index, replace(query, offset=max(query.offset - 1, 0), limit=3)).rows
+    condition, order, values = _parts(query)
+    three = f"SELECT id FROM rollout WHERE {condition} ORDER BY {order} LIMIT 3 OFFSET ?"
+    with index.read() as db:
+        rows = db.execute(three, [*values, max(query.offset - 1, 0)]).fetchall()
     return beside_in([row["id"] for row in rows], rollout_id, "table")
 
 
@@ -126,6 +122,19 @@ def beside_in(ids: Sequence[str], rollout_id: str, what: str) -> Beside | None:
 
 
 # ---- expressions as SQL
+
+
+def _parts(query: Query) -> tuple[str, str, list[Any]]:
+    """Return condition, order, and the values of the condition."""
+    values: list[Any] = []
+    condition = _condition(query.where, values)
+    if query.search.split():
+        condition += (
+            " AND id IN (SELECT call.rollout FROM call WHERE call.rowid IN (SELECT rowid FROM said "
+            f"WHERE said MATCH ? ORDER BY rowid DESC LIMIT {_MOST_FOUND}))"
+        )
+        values.append(all_words(query.search))
+    return condition, _order(query.sort), values
 
 
 def _order(sort: str) -> str:
