@@ -28,16 +28,19 @@ from agentrl.runs.folder import RunFolder
 from agentrl.runs.recorded import how_to_continue
 from agentrl_tracer.store import Store, StoreError
 
+_OPTION = Parameter(show_default=False)
 RunPath = Annotated[Path, Parameter(help="Run folder, for instance runs/hello.")]
 RunsPath = Annotated[Path, Parameter(help="Folder of run folders.")]
-Where = Annotated[str, Parameter(help="Which rollouts, such as 'reward < 0 and step > 10'.")]
-AsJson = Annotated[bool, Parameter(name="--json", help="One JSON object a line.")]
-Limit = Annotated[int, Parameter(help="How many at most; 0 is all.")]
-Search = Annotated[str, Parameter(help="Words that the messages have, all of them.")]
-Sort = Annotated[
-    str, Parameter(help="A column; with - in front the largest first.", allow_leading_hyphen=True)
+Where = Annotated[
+    str, _OPTION, Parameter(help="Which rollouts, such as 'reward < 0 and step > 10'.")
 ]
-Served = Annotated[bool, Parameter(help="What `agentrl serve` recorded.")]
+Search = Annotated[str, _OPTION, Parameter(help="Words that the messages have, all of them.")]
+Sort = Annotated[
+    str, _OPTION, Parameter(help="A column; - in front: largest first.", allow_leading_hyphen=True)
+]
+AsJson = Annotated[bool, _OPTION, Parameter(name="--json", help="One JSON object a line.")]
+Limit = Annotated[int, Parameter(help="How many at most; 0 is all.")]
+Served = Annotated[bool, _OPTION, Parameter(help="What `agentrl serve` recorded.")]
 ServedStore = Annotated[str, Parameter(help="Where it recorded: `run.store` of the server.")]
 
 T = TypeVar("T")

@@ -17,7 +17,7 @@ from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.text import Text
 
-from agentrl.console.output import print_line, print_sentences
+from agentrl.console.output import plain, print_line, print_sentences
 from agentrl.console.report import calls_line
 from agentrl.console.tables import facts, sparkline
 from agentrl.history.overview import Activity, activity_of
@@ -130,9 +130,7 @@ class TrainDisplay:
 
     def note(self, message: str) -> None:
         """Show something that went wrong and was dealt with, above the panel."""
-        # It may quote an agent's error, whose control characters the terminal would obey.
-        plain = "".join(one if one.isprintable() or one == "\n" else "\ufffd" for one in message)
-        print_sentences(f"note: {plain}", "yellow", self._console)
+        print_sentences(f"note: {plain(message)}", "yellow", self._console)  # it may quote an agent
 
     def _print(self, *parts: str) -> None:
         if not self._console.is_interactive:

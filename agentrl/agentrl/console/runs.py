@@ -54,7 +54,7 @@ def show_run(to: Console, run: OpenRun) -> None:
     print_line((run.name, "bold"), f" ({row['kind']}, {row['state']})", to=to)
     if row["kind"] == "train" and row["state"] in ("interrupted", "failed"):
         print_line((how_to_continue(run.folder), "cyan"), to=to)
-    steps = [{"step": step, **known} for step, known in store.metrics(run.id).items()]
+    steps = [{**known, "step": step} for step, known in store.metrics(run.id).items()]
     columns = f"step {REWARD}:+.3f {HELD_OUT}:.0% calls:.0f calls/trained:.0f groups/used:.0f"
     print_rows(to, steps, columns, apart=True)
     outcomes, continuity = store.outcomes(run.id), store.continuity(run.id)
@@ -101,7 +101,7 @@ def _show_evaluations(to: Console, run: OpenRun) -> None:
     if not found:
         return
     rows = [
-        {"evaluation": f"step {step}", "tasks": len(known), "success": f"pass@{k}", "rate": chance}
+        {"evaluation": f"step {step}", "tasks": len(known), "k": k, "pass@k": chance}
         for step, known in found.items()
         for k, chance in evaluations.pass_at(known).items()
     ]
@@ -115,7 +115,7 @@ def _show_evaluations(to: Console, run: OpenRun) -> None:
     ]  # fmt: skip
     print_rows(to, rows, apart=True)
     if first != last and (paired := evaluations.pair(found[first], found[last])):
-        print_sentences(f"\nstep {first} to {last}: {_change(paired)}", to=to)
+        _tell_change(to, f"step {first} to {last}", paired)
 
 
 # ---- several runs
@@ -152,15 +152,17 @@ def show_comparison(to: Console, runs: Sequence[OpenRun]) -> None:
     print_rows(to, rows, apart=True)
     for name, one in newest:
         if one.against_first is not None:
-            print_sentences(f"\n{names[0]} to {name}: {_change(one.against_first)}", to=to)
+            _tell_change(to, f"{names[0]} to {name}", one.against_first)
 
 
-def _change(paired: evaluations.Paired) -> str:
-    return (
-        f"{100 * paired.difference:+.1f} points on {paired.tasks} tasks, "
+def _tell_change(to: Console, what: str, paired: evaluations.Paired) -> None:
+    said = (
+        f"{what}: {100 * paired.difference:+.1f} points on {paired.tasks} tasks, "
         f"{len(paired.gained)} gained, {len(paired.lost)} lost; "
         f"p = {paired.p_value:.2g} (paired exact sign-flip test)"
     )
+    print_line(to=to)
+    print_sentences(said, to=to)
 
 
 # ---- rollouts and calls
@@ -172,7 +174,7 @@ def show_rollouts(to: Console, rows: Sequence[Json]) -> None:
         "id step purpose task index status reward:+.3g feedback attempts calls prompt_tokens:, "
         "tokens:, seconds:.1f agent error"
     )
-    expendable = "prompt_tokens agent attempts index calls seconds error tokens purpose"
+    expendable = "prompt_tokens agent attempts index calls seconds tokens purpose error"
     print_rows(to, rows, columns, expendable=expendable, cut="error")
 
 

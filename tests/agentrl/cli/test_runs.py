@@ -69,7 +69,7 @@ def test_show_has_the_books_evaluations_by_field_and_what_flipped(
     assert "recorded = " in shown
     assert "adds up" in shown
     lines = [line.split() for line in shown.splitlines()]
-    assert ["step", "4", "6", "pass@1", "66.7%", "(30.0%", "to", "90.3%)"] in lines
+    assert ["step", "4", "6", "1", "66.7%", "(30.0%", "to", "90.3%)"] in lines
     assert "level = easy" in shown
     assert "step 0 to 4: +33.3 points on 6 tasks, 3 gained, 1 lost; p = 0.62" in shown
 
@@ -94,6 +94,9 @@ def test_a_rollout_is_found_in_whichever_run_has_it(recorded: Recorded, said: Sa
     shown = said("rollout", recorded.ids["first"], "--runs", recorded.root)
     assert shown.startswith(f"rollout {recorded.ids['first']}  succeeded")
     assert "execute_tool look_up" in shown
+    hostile = said("rollout", recorded.ids["failed"], "--runs", recorded.root)
+    assert "no tool of this name" in hostile
+    assert not {"\x1b", "\u202e"} & {*hostile}
     assert "is no rollout of a run in" in said("rollout", "x", "--runs", recorded.root, code=2)
 
 

@@ -11,6 +11,7 @@ from store_records import claimed, enqueue
 
 from agentrl.console import live
 from agentrl.console.live import TrainDisplay
+from agentrl.console.output import plain
 from agentrl_tracer.schemas import Accounting, AttemptState, Policies, SkipReason
 from agentrl_tracer.store import Store
 
@@ -32,7 +33,8 @@ def frame(console: Console, store: Store, run_id: str) -> tuple[str, list[str]]:
         calls = 5000 + sum(skipped.values())
         display.step(ROW, Accounting(calls, calls, 5000, skipped, 0))
         display.evaluated(3, 0.25)
-        time.sleep(0.5)
+        time.sleep(0.3)
+        display._live.refresh()  # pyright: ignore[reportPrivateUsage]
         shown = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
     return shown, shown[shown.rindex("╭") :].splitlines()
 
@@ -65,7 +67,7 @@ def test_the_panel_shows_agents_failures_and_the_books_within_the_terminal(
     assert len(lines) <= height
     assert "\x1b[2J" not in shown
     assert "\x1b[3" not in shown  # no color
-    text = "\n".join(lines)
+    text = plain("\n".join(lines))
     if width < 80:
         return
     for part in (
