@@ -38,8 +38,9 @@ def test_a_page_beside_a_run_follows_it_takes_feedback_and_ends_with_it(
     (tmp_path / "train.toml").write_text('[adapters.policy]\nrewards = ["reward", "human:quality"]')
     run = Run(
         tmp_path, f"{tmp_path / 'agent.py'}:agent", steps=500, eval_tasks=None, batch_size=1,
-        group_size=2, config=tmp_path / "train.toml", ui=True,
+        group_size=2, config=tmp_path / "train.toml",
     )  # fmt: skip
+    run.arguments.append("--ui")
     process = run.start()
     assert process.stdout is not None
     try:

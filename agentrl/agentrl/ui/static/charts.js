@@ -19,7 +19,7 @@ const agentrlCharts = (() => {
     };
   }
 
-  const text = (cell) => cell && cell.href ? cell.text : cell;
+  const text = (cell) => cell?.text ?? cell; // of a cell with a link
 
   const onAxis = (unit) => (value) => figure(value, unit === "%" ? unit : ""); // other units are in the title
 
