@@ -13,9 +13,9 @@ from agentrl.console.report import calls_line
 from agentrl.console.tables import facts, print_rows, sparkline
 from agentrl.history import evaluations
 from agentrl.history.evaluations import differences, held_out
+from agentrl.history.rollout.conversation import answer_excerpt, prompt_excerpt
 from agentrl.history.run_list import Listed
 from agentrl.history.sources import OpenRun
-from agentrl.runs.excerpts import answer_excerpt, prompt_excerpt
 from agentrl.runs.metric_names import HELD_OUT, REWARD
 from agentrl.runs.recorded import how_to_continue, shown
 from agentrl_tracer.schemas import Call, Json, PromptKinds, Verified

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config.errors import ConfigError
-from agentrl.history.conversation import asked, shown_before
 from agentrl.history.evaluations import split_of, success_reward
 from agentrl.history.index import COLUMNS
+from agentrl.history.rollout.conversation import asked, shown_before
 from agentrl.history.rollout_table import Query, Row, find_rollouts
 from agentrl.history.sources import OpenRun
 from agentrl_proxy.protocols.conversion import chat_of_messages, chat_of_response

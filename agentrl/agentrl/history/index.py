@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config.errors import ConfigError
-from agentrl.runs.excerpts import answer_text, new_messages_text
+from agentrl.history.rollout.conversation import answer_text, new_text
+from agentrl.history.rollout.trace import count_tokens, earned_by_name
 from agentrl_tracer.schemas import Attempt, Call, CallState, Feedback, Reward, Rollout, RolloutState
 from agentrl_tracer.store import Store
-from agentrl_trainer.data.rewards import by_rollout, human_rewards, rollout_reward, winning_rewards
+from agentrl_trainer.data.rewards import by_rollout, human_rewards, rollout_reward
 
 VERSION = 4
 """Of the layout; a file of another version is made anew."""
@@ -182,7 +183,7 @@ class Index:
             for call in calls:
                 values = call.id, call.rollout_id, call.started_at
                 at = db.execute("INSERT INTO call VALUES (?, ?, ?)", values)
-                said = new_messages_text(call.request), answer_text(call.response)
+                said = new_text(call.request), answer_text(call.response)
                 text = "\n".join(one[:_MOST_SAID] for one in said)
                 text = text.encode(errors="replace").decode()  # SQLite takes no lone surrogates
                 db.execute("INSERT INTO said(rowid, text) VALUES (?, ?)", (at.lastrowid, text))
@@ -199,21 +200,19 @@ def _summary(
     feedback: Sequence[Feedback], last: Attempt | None,
 ) -> list[Any]:  # fmt: skip
     """Return the values of ``COLUMNS``."""
-    by_name: dict[str, float] = {}
-    human = human_rewards(feedback, [rollout], calls, {f"human:{one.name}" for one in feedback})
-    for reward in [*winning_rewards(rollout, rewards), *human]:
+    by_name = earned_by_name(rollout, rewards)
+    names = {f"human:{one.name}" for one in feedback}
+    for reward in human_rewards(feedback, [rollout], calls, names):
         by_name[reward.name] = by_name.get(reward.name, 0.0) + reward.value
     took = None
     if rollout.started_at is not None and rollout.ended_at is not None:
         took = rollout.ended_at - rollout.started_at
-    tokens = [(call.choice, *(call.tokens or (0, 0))) for call in calls]
     return [
         rollout.id, rollout.step, rollout.purpose, task_index(rollout),
         rollout.group_id, rollout.index, rollout.state, rollout_reward(rollout, rewards),
         json.dumps(by_name), len(feedback) or None, rollout.attempts, len(calls),
-        sum(prompt for choice, prompt, _ in tokens if choice == 0),  # choices share a prompt
-        sum(sampled for _, _, sampled in tokens),
-        took, ", ".join(sorted({call.agent for call in calls if call.agent})) or None,
+        *count_tokens(calls), took,
+        ", ".join(sorted({call.agent for call in calls if call.agent})) or None,
         rollout.reason or (last.error if last else None),
         rollout.started_at, int(rollout.state in _ENDED),
     ]  # fmt: skip

@@ -21,9 +21,10 @@ from starlette.responses import HTMLResponse
 
 from agentrl import __version__
 from agentrl.config.setting_names import recorded
+from agentrl.history.rollout.trace import verdict_of
 from agentrl.history.sources import OpenRun, Sources
 from agentrl.ui.charts import Chart
-from agentrl.ui.texts import markdown, plain
+from agentrl.ui.texts import MOST, markdown, plain
 from agentrl_tracer.schemas import Feedback
 
 _HERE = Path(__file__).parent
@@ -100,11 +101,12 @@ _templates.filters |= {
     "plain": plain,
     "figures": figures,
     "without_links": without_links,
+    "verdict": verdict_of,
     "markdown": markdown,
     "recorded": recorded,
     "json": lambda value: json.dumps(value, ensure_ascii=False, indent=2),
 }
-_templates.globals |= {"version": __version__}
+_templates.globals |= {"version": __version__, "MOST": MOST}
 
 
 def page(request: Request, template: str, /, status: int = 200, **values: Any) -> HTMLResponse:

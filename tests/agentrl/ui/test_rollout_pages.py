@@ -25,10 +25,11 @@ def test_a_rollout_shows_its_trace_conversations_and_output(client: TestClient, 
     text = client.get(_rollout(recorded, "first")).text
     for said in ("invoke_agent solver", "execute_tool look_up", "policy@0", "correct", "clarity"):
         assert said in text, said
-    shown = [text.index(f'id="call-chatcmpl-{part}') for part in re.findall(
-        r'id="call-chatcmpl-([^"]+)"', text)]  # fmt: skip
+    shown = [found.start() for found in re.finditer('id="call-chatcmpl-', text)]
     assert len(shown) == 3
-    assert "Earlier messages of this conversation: 2" in text[shown[1] :]
+    [earlier] = re.findall(r'href="([^"]+)">Earlier messages of this conversation: 2<', text)
+    assert "Which number is 0?" not in text[shown[1] :]
+    assert "Which number is 0?" in client.get(earlier).text
     assert text.count(TOOL_ANSWER) >= 2  # the tool's span, and the message
     assert "<strong>I am" in text
     assert "Let me see." in text[text.index("Reasoning") :]
@@ -71,18 +72,6 @@ def test_the_raw_request_is_a_command_with_the_key_left_out(client: TestClient, 
     assert "<html" in client.get(link).text
 
 
-def test_earlier_messages_come_on_demand(client: TestClient, recorded: Recorded) -> None:
-    text = client.get(_rollout(recorded, "first")).text
-    [link] = re.findall(r'hx-get="([^"]+\?first=2)"', text)
-    earlier = client.get(link, headers={"hx-request": "true"}).text
-    assert "Which number is 0?" in earlier
-    assert "look_up" in earlier
-    assert TOOL_ANSWER not in earlier
-    alone = client.get(link.split("?")[0]).text
-    assert "Which number is 0?" not in alone
-    assert TOOL_ANSWER in alone
-
-
 def test_the_output_of_an_attempt_is_saved_as_text(client: TestClient, recorded: Recorded) -> None:
     path = f"{_rollout(recorded, 'hostile')}/log"
     saved = client.get(f"{path}/1")
@@ -93,11 +82,10 @@ def test_the_output_of_an_attempt_is_saved_as_text(client: TestClient, recorded:
     assert client.get(f"{recorded.run}/calls/none").status_code == 404
 
 
-def test_a_group_shows_rewards_advantages_and_where_tokens_part(client: TestClient, recorded):
+def test_a_group_shows_rewards_and_where_tokens_part(client: TestClient, recorded):
     rows = client.get(f"{recorded.run}/rollouts?where=step==1 and purpose=='train'").text
     link = re.findall(r'href="([^"]+/groups/[^"]+)"', rows)[0]
     text = client.get(link).text
-    assert re.search(r"[+-]0\.\d{4}", text)
     assert "the same for all 4" in text
     assert "<mark>" in text
     assert "messages that all have" in text
@@ -155,6 +143,5 @@ def test_of_many_calls_the_first_are_shown_and_the_rest_on_demand(tmp_path: Path
         assert text.count("odd \ufffd number") == 20
         assert text.count("Show this call</a>") == 5
         rest = client.get("/runs/many/calls/c%2324").text
-        assert "Earlier messages of this conversation: 24" in rest
-        assert "number 24" in rest
+        assert rest.count("odd \ufffd number") == 25
         assert client.get("/runs/many/groups/g").status_code == 200

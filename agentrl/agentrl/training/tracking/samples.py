@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
-from agentrl.history.conversation import Message, answered, asked, shown_before
+from agentrl.history.rollout.conversation import Message, conversation, shown_before
 from agentrl.runs.folder import RunFolder
 from agentrl.runs.token_records import read_call
 from agentrl.training.tracking.trackers import Samples
@@ -45,8 +45,7 @@ def samples_of(folder: RunFolder, store: Store, run_id: str, step: int) -> Sampl
 
 def _advantage(folder: RunFolder, calls: Sequence[Call]) -> float | None:
     """Return the mean advantage over the tokens that trained, of the epoch before the update."""
-    trained = [(call.trained_step, call.id) for call in calls if call.trained_step is not None]
-    seen = [read_call(folder, step, name) for step, name in trained]
+    seen = [read_call(folder, call) for call in calls]
     values = [float(one) for tokens in seen if tokens for one in tokens.advantage]
     return fmean(values) if values else None
 
@@ -59,14 +58,9 @@ def _conversation(rollout: Rollout, calls: Sequence[Call]) -> str:
     lines: list[str] = []
     for call in calls:
         if call.attempt_id == rollout.winner and sum(map(len, lines)) < _LONGEST:
-            answer = answered(call)
-            messages = [*asked(call.request), *([answer] if answer else [])]
-            lines += map(_line, messages[shown_before(messages, told) :])
+            messages = conversation(call)
+            new = messages[shown_before(messages, told) :]
+            lines += [f"{message.role}: {message.said}" for message in new]
             told.append(messages)
     text = "\n".join(lines)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
-
-
-def _line(message: Message) -> str:
-    tools = [f"→ {tool.name}({tool.arguments})" for tool in message.tools]
-    return f"{message.role}: {' '.join(filter(None, [message.text, *tools]))}"

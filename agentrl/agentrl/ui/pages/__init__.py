@@ -5,16 +5,11 @@ from agentrl.ui.pages import (
     calls,
     evaluations,
     feedback,
-    group,
-    replay,
     rollout,
     rollouts,
     runs,
     sweeps,
-    tokens,
 )
 
-_MODULES = (
-    runs, rollouts, rollout, group, call, calls, tokens, replay, evaluations, feedback, sweeps,
-)  # fmt: skip
+_MODULES = runs, rollouts, rollout, call, calls, evaluations, feedback, sweeps
 PAGES = [module.router for module in _MODULES]

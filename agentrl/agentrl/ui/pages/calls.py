@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from agentrl.config.errors import ConfigError
 from agentrl.history.index import find_served
-from agentrl.runs.excerpts import answer_excerpt, prompt_excerpt
+from agentrl.history.rollout.conversation import answer_excerpt, prompt_excerpt
 from agentrl.ui.views import page, run_of, sources
 from agentrl_tracer.schemas import SkipReason
 

@@ -7,10 +7,10 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from agentrl.config.errors import ConfigError
-from agentrl.history.conversation import Message, answered
+from agentrl.history.rollout.conversation import Message, answered
+from agentrl.history.rollout.trace import longest_calls
 from agentrl.history.rollout_table import NAMES, Page, Query, Row, find_rollouts, of_task
 from agentrl.history.sources import OpenRun
-from agentrl.ui.pages.group import longest_calls
 from agentrl.ui.views import page, run_of
 
 router = APIRouter()
@@ -69,6 +69,7 @@ def _columns(found: Page) -> dict[str, str]:
 
 def _answers(run: OpenRun, rows: list[Row]) -> dict[str, Message]:
     """Return the answer that ends each rollout's longest conversation, by rollout."""
-    calls = longest_calls(run, rows)
-    answers = ((row["id"], call and answered(call)) for row, call in zip(rows, calls, strict=True))
-    return {rollout: answer for rollout, answer in answers if answer}
+    calls = longest_calls(run.store, run.id, [row["id"] for row in rows])
+    found = zip(rows, calls, strict=True)
+    answers = {row["id"]: answered(call.response) for row, call in found if call}
+    return {rollout: answer for rollout, answer in answers.items() if answer}
