@@ -166,9 +166,9 @@ class Index:
         """Take in calls in order of their start."""
         with self.read() as db:
             newest = db.execute("SELECT started_at, id FROM call ORDER BY rowid DESC LIMIT 1")
-            place = tuple(newest.fetchone() or (0.0, ""))
+            start, call_id = newest.fetchone() or (0.0, "")
         now, taken = time.time(), list[Call]()
-        for call in self._store.calls_without_run(_STEP, after=place):
+        for call in self._store.calls_without_run(_STEP, after=(start, call_id)):
             age = now - call.started_at
             if age < (_LONGEST_CALL_S if call.state is CallState.OPEN else _COMMIT_S):
                 break  # those after it would hide it
