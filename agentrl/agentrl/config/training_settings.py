@@ -57,7 +57,7 @@ class SweepSettings(Table):
     """Whether more of the metric is better, or less."""
     sampler: Literal["tpe", "grid", "random", "gp", "cmaes"] = "tpe"
     """What chooses the values: Optuna's sampler of that name. gp needs scipy, cmaes the package
-    cmaes, and grid a list or a step for every setting."""
+    cmaes, and grid a list for every setting."""
     pruner: Literal["none", "asha", "median"] = "none"
     """What stops hopeless trials early, by the metric's values so far: asha keeps the best third at
     each rung of steps, median stops what is worse than the median of earlier trials."""

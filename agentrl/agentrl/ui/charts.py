@@ -2,7 +2,8 @@
 
 A chart has an ``id`` (unique on its page: a live page draws into the same picture), a ``title``, a
 ``kind``, ``columns``, ``rows``, and a ``unit``: ``%`` marks fractions, which are shown times 100.
-A cell is a number, a text, None, or ``{"text": ..., "href": ...}``. The kinds and their columns:
+A cell is a number, a text, None, or ``{"text": ..., "href": ...}``. Without columns the figures are
+elsewhere on the page. The kinds and their columns:
 
 - ``lines``: x, then a curve in each column. Options: ``log`` (the axis of y), ``style="marked"``
   (points on the curves), ``dots`` (names of columns that are points alone), ``href`` (a page about
@@ -29,8 +30,8 @@ Points = Mapping[Any, float | None]
 
 
 def chart(
-    kind: str, key: str, title: str, columns: Iterable[str], rows: Iterable[Sequence[Any]],
-    unit: str = "", **options: Any,
+    kind: str, key: str, title: str, columns: Iterable[str] = (),
+    rows: Iterable[Sequence[Any]] = (), unit: str = "", **options: Any,
 ) -> Chart:  # fmt: skip
     return strict(
         {"kind": kind, "id": key, "title": title, "unit": unit, "columns": list(columns),

@@ -8,10 +8,10 @@ from typing import Any
 
 from agentrl.config.setting_names import flattened
 from agentrl.history.evaluations import Paired
+from agentrl.history.rollout.trace import longest_calls
 from agentrl.history.sources import OpenRun, Sources
 from agentrl.ui.pages.call import Chat, chat_of
 from agentrl.ui.pages.evaluations import evaluations_of
-from agentrl.ui.pages.group import longest_calls
 from agentrl.ui.pages.runs import overview
 from agentrl.ui.views import render, render_alone, without_links
 
@@ -54,7 +54,7 @@ def _examples(run: OpenRun, evaluations: dict[str, Any]) -> list[tuple[str, Chat
     flips = [*paired.gained[:_EXAMPLES], *paired.lost[:_EXAMPLES]] if paired else []
     outcomes = [outcome for flip in flips for outcome in flip]
     steps = [evaluations["before"], evaluations["after"]] * len(flips)
-    calls = longest_calls(run, [{"id": outcome.rollout} for outcome in outcomes])
+    calls = longest_calls(run.store, run.id, [outcome.rollout for outcome in outcomes])
     return [
         (f"Task {one.task} at step {step}: {one.successes} of {one.samples} right", chat_of(call))
         for one, step, call in zip(outcomes, steps, calls, strict=True)

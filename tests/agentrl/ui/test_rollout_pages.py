@@ -94,8 +94,7 @@ def test_a_group_shows_rewards_and_where_tokens_part(client: TestClient, recorde
 
 def test_a_task_shows_its_answers_in_order_of_steps(client: TestClient, recorded) -> None:
     text = client.get(f"{recorded.run}/tasks/eval/1").text
-    assert "I am 13." in text[text.index("First, step 0") : text.index("Last, step 4")]
-    assert "the number after 12" in text[text.index("Last, step 4") :]
+    assert text.index("I am 13.") < text.index("the number after 12")
     steps = re.findall(r'<td class="figure">(\d)</td>\n<td><a class="row"', text)
     assert steps == ["0", "2", "4"]
     assert client.get(f"{recorded.run}/tasks/eval/99").status_code == 404
