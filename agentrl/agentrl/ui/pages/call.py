@@ -168,7 +168,7 @@ def tokens_page(
     source = source_of(request, name)
     call = _call(source, call_id)
     vocabulary, seen = Vocabulary(fault="the store does not say which model answered"), None
-    if isinstance(source, OpenRun):
+    if source.id is not None:
         vocabulary = _vocabulary(request, source)
         seen = read_call(source.folder, call)
     start = max(at, 0) // _PAGE * _PAGE
