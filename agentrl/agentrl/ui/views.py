@@ -21,6 +21,7 @@ from starlette.responses import HTMLResponse
 
 from agentrl import __version__
 from agentrl.config.setting_names import recorded
+from agentrl.history.rollout.conversation import answer_text
 from agentrl.history.rollout.trace import verdict_of
 from agentrl.history.sources import OpenRun, Sources
 from agentrl.ui.charts import Chart
@@ -102,6 +103,7 @@ _templates.filters |= {
     "figures": figures,
     "without_links": without_links,
     "verdict": verdict_of,
+    "answer": answer_text,
     "markdown": markdown,
     "recorded": recorded,
     "json": lambda value: json.dumps(value, ensure_ascii=False, indent=2),

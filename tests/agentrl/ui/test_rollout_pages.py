@@ -82,10 +82,11 @@ def test_the_output_of_an_attempt_is_saved_as_text(client: TestClient, recorded:
     assert client.get(f"{recorded.run}/calls/none").status_code == 404
 
 
-def test_a_group_shows_rewards_and_where_tokens_part(client: TestClient, recorded):
+def test_a_group_shows_rewards_advantages_and_where_tokens_part(client: TestClient, recorded):
     rows = client.get(f"{recorded.run}/rollouts?where=step==1 and purpose=='train'").text
     link = re.findall(r'href="([^"]+/groups/[^"]+)"', rows)[0]
     text = client.get(link).text
+    assert re.search(r"[+-]0\.\d{4}", text)
     assert "the same for all 4" in text
     assert "<mark>" in text
     assert "messages that all have" in text
