@@ -22,6 +22,7 @@ from typing import Any
 
 from call_records import make
 from store_records import claimed
+from sweeps import record_sweep
 
 from agentrl.config.commands import TrainConfig
 from agentrl.history.sources import Sources
@@ -31,6 +32,7 @@ from agentrl_tracer.schemas import (
     AttemptState,
     Call,
     Claim,
+    Feedback,
     NewRollout,
     Policies,
     Purpose,
@@ -91,7 +93,11 @@ class Recorded:
             "group": f"{self.run}/groups/{self.ids['group']}",
             "task": f"{self.run}/tasks/eval/{_TASKS - 1}",
             "calls": f"{self.run}/calls?verdict=other_agent",
+            "feedback": f"/runs/{self.other}/rollouts/{self.ids['judged']}",
+            "served": "/served/serve.db",
+            "served call": "/served/serve.db/calls/call-1",
             "sweeps": "/sweeps",
+            "sweep": "/sweeps/searched",
         }
 
 
@@ -99,8 +105,31 @@ def record_runs(root: Path) -> Recorded:
     """Write the runs of this module's description below ``root``."""
     recorded = Recorded(root)
     recorded.ids = record_run(root, recorded.name, hostile=True)
-    record_run(root, recorded.other, learns=0.4, learning_rate=0.02)
+    judged = record_run(root, recorded.other, learns=0.4, learning_rate=0.02)["first"]
+    recorded.ids["judged"] = judged
+    with contextlib.closing(Store(str(root / recorded.other / "store.db"))) as store:
+        [run] = store.runs()
+        for thumb in (1, -1):
+            given = Feedback(run["id"], judged, None, "quality", "Ann", thumb, comment=HOSTILE)
+            store.add_feedback(given)
+    record_served(root / "serve.db", 3)
+    record_sweep(root, "searched")
     return recorded
+
+
+def record_served(url: Path | str, count: int) -> None:
+    """Write calls without a run, ``call-0`` being the oldest."""
+    began = time.time() - 1000
+    calls = [
+        replace(
+            make(f"call-{i}", [1], [2]), run_id=None, rollout_id=None, attempt_id=None,
+            started_at=began + i, ended_at=began + i,
+            request={"messages": [{"role": "user", "content": f"number {i}"}]},
+        )
+        for i in range(count)
+    ]  # fmt: skip
+    with contextlib.closing(Store(str(url))) as store:
+        store.write_calls("boot", [], calls, count)
 
 
 def record_run(
@@ -319,7 +348,7 @@ def fill_indexes(root: Path) -> None:
     """Index the rollouts of all runs below ``root`` now, which pages do in the background."""
     with contextlib.closing(Sources(root)) as sources:
         for run in sources.all()[0]:
-            while run.index.fill(run.store, run.id):
+            while run.fill():
                 pass
 
 

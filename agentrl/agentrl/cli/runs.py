@@ -85,8 +85,7 @@ def rollouts_command(
     """List the rollouts of a run that match."""
     with _indexed(run) as opened:
         found = find_rollouts(opened.index, Query(where, search, sort, limit or -1))
-    rows = [row.values | {"rewards": row.rewards} for row in found.rows]
-    _print(rows, json, screen.show_rollouts)
+    _print(found.rows, json, screen.show_rollouts)
     if not json and (len(found.rows) < found.total or not found.rows):
         print_line(f"{len(found.rows)} of {found.total:,} rollouts")
 

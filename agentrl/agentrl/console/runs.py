@@ -12,7 +12,7 @@ from agentrl.console.output import print_block, print_line, print_sentences
 from agentrl.console.report import calls_line
 from agentrl.console.tables import facts, print_rows, sparkline
 from agentrl.history import evaluations
-from agentrl.history.compare import differences, held_out
+from agentrl.history.evaluations import differences, held_out
 from agentrl.history.rollout.conversation import answer_excerpt, prompt_excerpt
 from agentrl.history.run_list import Listed
 from agentrl.history.sources import OpenRun
@@ -171,8 +171,8 @@ def _tell_change(to: Console, what: str, paired: evaluations.Paired) -> None:
 def show_rollouts(to: Console, rows: Sequence[Json]) -> None:
     """Show a row for each rollout."""
     columns = (
-        "id step purpose task index status reward:+.3g attempts calls prompt_tokens:, tokens:, "
-        "seconds:.1f agent error"
+        "id step purpose task index status reward:+.3g feedback attempts calls prompt_tokens:, "
+        "tokens:, seconds:.1f agent error"
     )
     expendable = "prompt_tokens agent attempts index calls seconds tokens purpose error"
     print_rows(to, rows, columns, expendable=expendable, cut="error")

@@ -23,7 +23,7 @@ from agentrl import __version__
 from agentrl.config.setting_names import recorded
 from agentrl.history.rollout.conversation import answer_text
 from agentrl.history.rollout.trace import verdict_of
-from agentrl.history.sources import OpenRun, OpenServed, Sources
+from agentrl.history.sources import OpenRun, Sources
 from agentrl.ui.charts import Chart
 from agentrl.ui.texts import MOST, markdown, plain
 from agentrl_tracer.schemas import Feedback
@@ -164,7 +164,7 @@ def run_of(request: Request, name: str) -> OpenRun:
     return run
 
 
-def source_of(request: Request, name: str) -> OpenRun | OpenServed:
+def source_of(request: Request, name: str) -> OpenRun:
     """Return the run, or on pages below /served the store, that a path names."""
     if not request.url.path.startswith("/served/"):
         return run_of(request, name)

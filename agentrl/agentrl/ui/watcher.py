@@ -12,11 +12,10 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-from agentrl.history.sources import OpenRun, OpenServed
+from agentrl.history.sources import OpenRun
 from agentrl_tracer.store import StoreError
 
 log = logging.getLogger("agentrl")
-Followed = OpenRun | OpenServed
 
 _PERIOD_S = 1.0
 _FORGET_S = 30.0  # without a page that looks
@@ -25,7 +24,7 @@ _REST_S = 0.02  # between two steps of filling: a training beside it must not no
 
 @dataclass
 class _Watched:
-    run: Followed
+    run: OpenRun
     looked_at: float = field(default_factory=time.monotonic)
     signature: tuple[object, ...] = ()
     """Differs whenever the run has something new."""
@@ -46,7 +45,7 @@ class Watcher:
         self._ended.set()
         self._thread.join(5)
 
-    def look_at(self, run: Followed) -> _Watched:
+    def look_at(self, run: OpenRun) -> _Watched:
         """Follow a run for the next half minute."""
         known = self._watched.get(run.name)
         if known is None or known.run is not run:

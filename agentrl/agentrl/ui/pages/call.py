@@ -7,10 +7,10 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Depends, Request
 from numpy.typing import NDArray
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
@@ -21,7 +21,7 @@ from agentrl.gateway.on_demand import Replayer, Sampling, replays_of, targets
 from agentrl.history.rollout.conversation import Message, answered, asked, path_of, shown_before
 from agentrl.history.rollout.tokens import CallTokens, call_tokens, origin_of
 from agentrl.history.rollout.vocabulary import Vocabulary
-from agentrl.history.sources import OpenRun, OpenServed
+from agentrl.history.sources import OpenRun
 from agentrl.runs.token_records import read_call
 from agentrl.ui.texts import MOST
 from agentrl.ui.views import Form, page, run_of, source_of
@@ -33,7 +33,7 @@ _SHOWN_OF_CALL = 60_000
 _LEAST = 200  # of them, that a message counts as
 
 
-def _find(request: Request, name: str, call_id: str) -> tuple[OpenRun | OpenServed, Call]:
+def _find(request: Request, name: str, call_id: str) -> tuple[OpenRun, Call]:
     source = source_of(request, name)
     call = source.store.call(call_id)
     if call is None or call.run_id != source.id:
@@ -41,7 +41,7 @@ def _find(request: Request, name: str, call_id: str) -> tuple[OpenRun | OpenServ
     return source, call
 
 
-_Found = Annotated[tuple[OpenRun | OpenServed, Call], Depends(_find)]
+_Found = Annotated[tuple[OpenRun, Call], Depends(_find)]
 """The run or the served store that a path names, and the call in it."""
 
 
@@ -156,7 +156,7 @@ def tokens_page(request: Request, found: _Found, color: str = "sampler", at: int
     """Show what is known of each token, colored by one of it; and where the prompt comes from."""
     source, call = found
     vocabulary, seen = Vocabulary(fault="the store does not say which model answered"), None
-    if isinstance(source, OpenRun):
+    if source.id is not None:
         vocabulary, seen = _vocabulary(request, source), read_call(source.folder, call)
     start = max(at, 0) // _PAGE * _PAGE
     known = call_tokens(call, seen, vocabulary, slice(start, start + _PAGE))
@@ -209,7 +209,7 @@ def _legend(color: str, values: NDArray[Any]) -> list[tuple[str, str]]:
     return [(f"{scale.colors}{step}", text) for step, text in enumerate(said)]
 
 
-def _prompt(source: OpenRun | OpenServed, call: Call, vocabulary: Vocabulary) -> dict[str, Any]:
+def _prompt(source: OpenRun, call: Call, vocabulary: Vocabulary) -> dict[str, Any]:
     """Return the prompt in two parts: what ``parent``, an earlier call, has had, and the rest."""
     earlier: list[Call] = []
     if call.attempt_id is not None:

@@ -6,8 +6,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from agentrl.config.errors import ConfigError
+from agentrl.history.index import find_served
 from agentrl.history.rollout.conversation import answer_excerpt, prompt_excerpt
-from agentrl.history.served import find_served
 from agentrl.ui.views import page, run_of, sources
 from agentrl_tracer.schemas import SkipReason
 
@@ -38,7 +38,7 @@ def calls_page(request: Request, name: str, verdict: str = "trained", before: st
 def served_page(request: Request, name: str, search: str = "", before: str = "") -> Response:
     store = sources(request).served(name)
     request.app.state.watcher.look_at(store)
-    held, there = store.index.progress(store.store)
+    held, there = store.index.progress()
     return page(
         request, "served.html", store=store, search=search, before=before, held=held, there=there,
         found=find_served(store.store, store.index, search, before),

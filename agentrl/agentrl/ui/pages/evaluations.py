@@ -9,13 +9,14 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from agentrl.config.errors import ConfigError
-from agentrl.history.compare import differences, held_out
 from agentrl.history.evaluations import (
     SMALL,
     Outcomes,
     by_field,
+    differences,
     evaluated_tasks,
     fields,
+    held_out,
     known_outcomes,
     pair,
     pass_at,
@@ -55,7 +56,7 @@ def evaluations_of(
     run: OpenRun, before: int | None = None, after: int | None = None, by: str = ""
 ) -> dict[str, Any]:
     """Return what ``evaluation_figures.html`` shows; by default the first and the last step."""
-    held, there = run.index.progress(run.store, run.id)
+    held, there = run.index.progress()
     found, tasks = known_outcomes(run), evaluated_tasks(run)
     before = before if before in found else min(found, default=0)
     after = after if after in found else max(found, default=0)

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import RedirectResponse, Response
 
 from agentrl.config.errors import ConfigError, explain
-from agentrl.history.sources import OpenRun, OpenServed
+from agentrl.history.sources import OpenRun
 from agentrl.ui.views import AUTHOR_COOKIE, Form, source_of
 from agentrl_tracer.schemas import MAX_REWARD, Feedback
 from agentrl_tracer.store import Store
@@ -79,7 +79,7 @@ def export(request: Request, name: str) -> Response:
     return Response(lines, media_type="application/jsonl", headers=headers)
 
 
-def _feedback(source: OpenRun | OpenServed, form: _Judgment) -> Feedback:
+def _feedback(source: OpenRun, form: _Judgment) -> Feedback:
     rollout_id = form.rollout_id
     if form.call_id:
         call = source.store.call(form.call_id)

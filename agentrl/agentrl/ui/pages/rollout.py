@@ -17,6 +17,7 @@ from starlette.responses import FileResponse, Response
 from agentrl.config.algorithm_options import table_of
 from agentrl.config.errors import ConfigError
 from agentrl.config.setting_names import recorded
+from agentrl.history.index import task_index
 from agentrl.history.rollout.conversation import Message, conversation
 from agentrl.history.rollout.tokens import shared_length
 from agentrl.history.rollout.trace import (
@@ -37,7 +38,6 @@ from agentrl.history.rollout_table import (
     beside_in_table,
     beside_in_task,
     members,
-    task_index,
 )
 from agentrl.history.sources import OpenRun
 from agentrl.runs.token_records import read_call
@@ -176,7 +176,7 @@ def group_page(request: Request, name: str, group_id: str, at: int = 0) -> Respo
     return page(
         request, "group.html", run=run.current(), group=group_id, rows=rows, at=at,
         per_page=_SIDE_BY_SIDE, vocabulary=vocabulary, prompt=prompt, known=len(known),
-        rewards=sorted({name for row in rows for name in row.rewards} - {"reward"}),
+        rewards=sorted({name for row in rows for name in row["rewards"]} - {"reward"}),
         shared=shared, shared_text=vocabulary.text(known[0][:shared]) if known else "",
         members=list(zip(
             shown, map(partial(_advantage, run), calls, computed),

@@ -17,9 +17,9 @@ router = APIRouter()
 _PER_PAGE = 50
 _COLUMNS = {
     "step": "Step", "task": "Rollout", "status": "Status", "reward": "Reward",
-    "attempts": "Attempts", "calls": "Calls", "prompt_tokens": "Prompt tokens",
-    "tokens": "Sampled tokens", "seconds": "Took", "started_at": "Started", "agent": "Agent",
-    "error": "Error",
+    "feedback": "Feedback", "attempts": "Attempts", "calls": "Calls",
+    "prompt_tokens": "Prompt tokens", "tokens": "Sampled tokens", "seconds": "Took",
+    "started_at": "Started", "agent": "Agent", "error": "Error",
 }  # fmt: skip
 
 
@@ -34,7 +34,7 @@ def rollouts_page(
         found = find_rollouts(run.index, query)
     except ConfigError as error:
         found, fault = Page([], 0), str(error)
-    held, there = run.index.progress(run.store, run.id)
+    held, there = run.index.progress()
     return page(
         request, "rollouts.html", run=run.current(), columns=_columns(found), found=found,
         query=query, fault=fault, held=held, there=there, names=NAMES,
@@ -57,10 +57,11 @@ def task_page(request: Request, name: str, split: str, index: int, at: int = 0) 
 
 def _columns(found: Page) -> dict[str, str]:
     """Return the names of the columns; rewards besides the plain one follow their sum."""
-    rewards = sorted({name for row in found.rows for name in row.rewards} - {"reward"})
+    rewards = sorted({name for row in found.rows for name in row["rewards"]} - {"reward"})
     columns: dict[str, str] = {}
     for name, title in _COLUMNS.items():
-        columns[name] = title
+        if name != "feedback" or any(row["feedback"] for row in found.rows):
+            columns[name] = title
         if name == "reward":
             columns |= {f"rewards.{reward}": reward for reward in rewards}
     return columns
