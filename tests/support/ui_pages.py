@@ -331,7 +331,7 @@ def _hex(claim: Claim, digits: int, at: int = 0) -> str:
 
 def _metrics(step: int, reward: float) -> dict[str, float]:
     return {
-        "reward/mean": reward, "reward/std": 0.5 - reward / 4, "groups/used": _GROUPS,
+        "reward/mean": reward, "reward/std_over_groups": 0.5 - reward / 4, "groups/used": _GROUPS,
         "tokens/sampled": 400 + 10 * step, "tokens_per_second": 300.0 + step,
         "staleness/mean": 0.1 * step, "loss": -0.01 * step, "entropy": 2.5 - step / 4,
         "clip_fraction": 0.02 * step, "sampler_trainer/kl": 1e-6, "learning_rate": 1e-3,

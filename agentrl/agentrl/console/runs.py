@@ -52,7 +52,7 @@ def show_run(to: Console, run: OpenRun) -> None:
     """Show a run: steps, how rollouts ended, where calls went, evaluations."""
     row, store = run.current(), run.store
     print_line((run.name, "bold"), f" ({row['kind']}, {row['state']})", to=to)
-    if row["kind"] == "train" and row["state"] in ("interrupted", "failed"):
+    if row["kind"] == "train" and row["state"] in ("interrupted", "pruned", "failed"):
         print_line((how_to_continue(run.folder), "cyan"), to=to)
     steps = [{**known, "step": step} for step, known in store.metrics(run.id).items()]
     columns = f"step {REWARD}:+.3f {HELD_OUT}:.0% calls:.0f calls/trained:.0f groups/used:.0f"

@@ -16,7 +16,7 @@ Metrics = Mapping[int, Mapping[str, float]]
 
 PHASES = ("rollouts", "update", "checkpoint", "publish", "evaluation")
 _FAILED = ("error", "timeout", "infrastructure", "lost", "no_reward")
-_STD = "reward/std"
+_STD = "reward/std_over_groups"
 _MOST_POINTS = 200
 
 
@@ -77,7 +77,7 @@ def run_charts(
     rewards |= {one: values_of(metrics, f"{one}/{REWARD}") for one in adapters}
     success = with_spread("success rate", values_of(metrics, HELD_OUT), intervals)
     charts = [
-        lines("reward", "Reward of training rollouts, ± standard deviation", rewards,
+        lines("reward", "Reward of training rollouts, ± standard deviation over groups", rewards,
               href=_rollouts(path, "train")),
         lines("held-out", "Held-out success, 95 % intervals", success, unit="%", style="marked",
               href=_rollouts(path, "eval")),

@@ -80,7 +80,7 @@ def test_a_new_step_is_drawn_into_the_same_picture_and_what_was_open_stays_open(
         page.evaluate("document.querySelector('#chart-reward canvas').marked = true")
         page.evaluate("scrollTo(0, 300)")
         with contextlib.closing(Store(str(RunFolder(tmp_path / "mine").store))) as store:
-            row = {"reward/mean": 0.9, "reward/std": 0.1}
+            row = {"reward/mean": 0.9, "reward/std_over_groups": 0.1}
             store.log_metrics(store.runs()[0]["id"], 5, row)
         rows.nth(4).wait_for()
         assert page.evaluate("document.querySelector('#chart-reward canvas').marked") is True

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import RedirectResponse, Response, StreamingResponse
 
 from agentrl.config.setting_names import flattened
-from agentrl.history.evaluations import indexed_outcomes, success
+from agentrl.history.evaluations import known_outcomes, success
 from agentrl.history.notes import read_notes, write_notes
 from agentrl.history.overview import alerts_of, outcomes_of, phase_spans, progress_of
 from agentrl.history.sources import OpenRun
@@ -50,7 +50,7 @@ def overview(run: OpenRun) -> dict[str, Any]:
     row, config = run.current(), run.folder.read_config()
     adapters = list(config.get("adapters") or ())
     metrics, every = thinned_metrics(run, metric_names(adapters))
-    intervals = {step: success(found)[1:] for step, found in indexed_outcomes(run).items()}
+    intervals = {step: success(found)[1:] for step, found in known_outcomes(run).items()}
     kept = run.store.accounting(run.id)
     outcomes, failed = outcomes_of(run)
     return {
