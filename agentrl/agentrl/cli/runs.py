@@ -55,9 +55,8 @@ def list_command(runs: RunsPath = Path("runs"), *, json: AsJson = False) -> None
     """List the runs in a folder."""
     with closing(Sources(runs)) as sources:
         found, faults = RunList(sources).all()
-    faults += [
-        f"Permission denied: '{one}'" for one in runs.glob("*") if not os.access(one, os.R_OK)
-    ]
+    closed = [one for one in runs.glob("*") if one.is_dir() and not os.access(one, os.R_OK)]
+    faults += [f"Permission denied: '{folder}'" for folder in closed]
     found = sorted(found, key=lambda run: run.name)
     _print(found, json, screen.show_runs, "" if faults else f"no runs in {runs}")
     for run in () if json else found:
@@ -86,8 +85,7 @@ def rollouts_command(
     """List the rollouts of a run that match."""
     with _indexed(run) as opened:
         found = find_rollouts(opened.index, Query(where, search, sort, limit or -1))
-    rows = [row.values | {"rewards": row.rewards} for row in found.rows]
-    _print(rows, json, screen.show_rollouts)
+    _print(found.rows, json, screen.show_rollouts)
     if not json and (len(found.rows) < found.total or not found.rows):
         print_line(f"{len(found.rows)} of {found.total:,} rollouts")
 
@@ -182,9 +180,12 @@ def export_command(
         if format == "parquet":
             written = exports.write_parquet(records, output)
         else:
+            written = 0
             file = output.open("w", encoding="utf-8") if output else nullcontext(sys.stdout)
             with file as lines, redirect_stdout(lines):
-                written = sum(1 for _ in map(print_json, records))
+                for record in records:
+                    print_json(record)
+                    written += 1
     if output is not None or not written:
         print_line(f"{written:,} records" + (f" in {output}" if output else ""), to=stderr)
 

@@ -20,7 +20,7 @@ from rich.text import Text
 from agentrl.console.output import plain, print_line, print_sentences
 from agentrl.console.report import calls_line
 from agentrl.console.tables import facts, sparkline
-from agentrl.history.activity import Activity, activity_of
+from agentrl.history.overview import Activity, activity_of
 from agentrl.runs.excerpts import excerpt
 from agentrl.runs.metric_names import DIFFERENCE, REWARD
 from agentrl_tracer.schemas import Accounting, Attempt, Rollout

@@ -12,7 +12,7 @@ from agentrl.console.output import print_block, print_line, print_sentences
 from agentrl.console.report import calls_line
 from agentrl.console.tables import facts, print_rows, sparkline
 from agentrl.history import evaluations
-from agentrl.history.compare import differences, held_out
+from agentrl.history.evaluations import differences, held_out
 from agentrl.history.rollout.conversation import answer_excerpt, prompt_excerpt
 from agentrl.history.run_list import Listed
 from agentrl.history.sources import OpenRun
@@ -52,7 +52,7 @@ def show_run(to: Console, run: OpenRun) -> None:
     """Show a run: steps, how rollouts ended, where calls went, evaluations."""
     row, store = run.current(), run.store
     print_line((run.name, "bold"), f" ({row['kind']}, {row['state']})", to=to)
-    if row["kind"] == "train" and row["state"] in ("interrupted", "failed"):
+    if row["kind"] == "train" and row["state"] in ("interrupted", "pruned", "failed"):
         print_line((how_to_continue(run.folder), "cyan"), to=to)
     steps = [{**known, "step": step} for step, known in store.metrics(run.id).items()]
     columns = f"step {REWARD}:+.3f {HELD_OUT}:.0% calls:.0f calls/trained:.0f groups/used:.0f"
@@ -171,8 +171,8 @@ def _tell_change(to: Console, what: str, paired: evaluations.Paired) -> None:
 def show_rollouts(to: Console, rows: Sequence[Json]) -> None:
     """Show a row for each rollout."""
     columns = (
-        "id step purpose task index status reward:+.3g attempts calls prompt_tokens:, tokens:, "
-        "seconds:.1f agent error"
+        "id step purpose task index status reward:+.3g feedback attempts calls prompt_tokens:, "
+        "tokens:, seconds:.1f agent error"
     )
     expendable = "prompt_tokens agent attempts index calls seconds tokens purpose error"
     print_rows(to, rows, columns, expendable=expendable, cut="error")

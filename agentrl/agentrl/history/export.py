@@ -32,8 +32,7 @@ def rollout_records(run: OpenRun, where: str) -> Iterator[Json]:
     for batch in _batches(_rows(run, where)):
         calls = by_rollout(run.store.calls(rollout_ids=[row["id"] for row in batch]))
         for row in batch:
-            yield row.values | {
-                "rewards": row.rewards,
+            yield row | {
                 "data": tasks[Purpose(row["purpose"])][row["task"]],
                 "calls": [asdict(call) for call in calls[row["id"]]],
             }

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from agentrl.sweep.study import SweepResults, text_of
-from agentrl.ui.charts import Chart, bars, curve, lines, other
+from agentrl.ui.charts import Chart, Points, bars, chart, lines
 
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
@@ -24,26 +24,27 @@ def sweep_charts(found: SweepResults) -> list[Chart]:
     if not shown:
         return []
     charts = [_parallel(found, shown)]
-    if names := [name.rpartition(".")[2] for name in found.importance]:
-        shares = {"name": "share", "values": list(found.importance.values())}
+    if found.importance:
+        shares = {name.rpartition(".")[2]: share for name, share in found.importance.items()}
         how = {"x": "setting", "unit": "%", "horizontal": True}
-        charts.append(bars("importance", "Importance", names, [shares], **how))
+        charts.append(bars("importance", "Importance", {"share": shares}, **how))
     if len(found.space) > 1 and len(found.complete) > 2:
         charts.append(_contour(found))
     better = np.maximum if found.maximize else np.minimum
     best = better.accumulate([one.value or 0.0 for one in found.complete]).tolist()
     numbers = [one.number for one in found.complete]
-    series = [
-        curve("complete", [(one.number, one.value) for one in found.complete], style="dots"),
-        curve("pruned", [(one.number, one.value) for one in pruned], style="dots"),
-        curve("best", zip(numbers, best, strict=True)),
-    ]
-    return [*charts, lines("history", f"History of {found.metric}", series, x="trial")]
+    curves: dict[str, Points] = {
+        "complete": {one.number: one.value for one in found.complete},
+        "pruned": {one.number: one.value for one in pruned},
+        "best": dict(zip(numbers, best, strict=True)),
+    }
+    title, dots = f"History of {found.metric}", ["complete", "pruned"]
+    return [*charts, lines("history", title, curves, x="trial", dots=dots)]
 
 
 def _parallel(found: SweepResults, shown: list[FrozenTrial]) -> Chart:
     names = list(found.space)
-    return other(
+    return chart(
         "parallel", "parallel", "Trials over the settings",
         axes=[_axis(found, name) for name in names],
         lines=[[*_place(found, names, trial), trial.value] for trial in shown],
@@ -65,7 +66,7 @@ def _contour(found: SweepResults) -> Chart:
     squares = np.square(cells[:, :, None] - np.array(places)).sum(-1)  # [y, x, trial]
     weights = 1 / (squares + _NEAR**2) ** 2
     values = weights @ np.array([trial.value for trial in found.complete]) / weights.sum(-1)
-    return other(
+    return chart(
         "contour", "contour", f"{found.metric} over the two most important settings",
         x=_axis(found, names[0]), y=_axis(found, names[1]), cells=values.round(5).tolist(),
         points=[[*place, trial.value, trial.number]

@@ -9,7 +9,7 @@ from typing import Any
 from agentrl.runs.folder import RunFolder
 from agentrl.sweep.study import SweepResults
 from agentrl.ui.sweep_charts import sweep_charts
-from agentrl.ui.views import STATIC, render
+from agentrl.ui.views import render_alone
 
 _STYLES = ("app.css", "charts.css", "sweeps.css")
 _SCRIPTS = ("echarts.min.js", "charts.js", "sweeps.js")
@@ -20,10 +20,9 @@ def write_pictures(folder: RunFolder, found: SweepResults) -> list[Path]:
     picture, page = folder.root / "sweep.png", folder.root / "sweep.html"
     charts = sweep_charts(found)
     folder.write(picture, _png(f"{found.name}: {len(found.trials)} trials", charts))
-    text = render(
-        "sweep_report.html", found=found, charts=charts, links=False,
-        styles=[(STATIC / name).read_text(encoding="utf-8") for name in _STYLES],
-        scripts=[(STATIC / name).read_text(encoding="utf-8") for name in _SCRIPTS],
+    text = render_alone(
+        "sweep_report.html", _STYLES, _SCRIPTS, title=found.name, found=found, charts=charts,
+        links=False,
     )  # fmt: skip
     folder.write(page, text)
     return [picture, page]
@@ -42,7 +41,7 @@ def _png(title: str, charts: list[dict[str, Any]]) -> bytes:
     for chart in charts:
         plot = plots[chart["kind"]]
         plot.set_title(chart["title"], fontsize=9)
-        draw[chart["kind"]](plot, chart["drawn"])
+        draw[chart["kind"]](plot, chart)
     drawn = io.BytesIO()
     figure.savefig(drawn, pil_kwargs={"optimize": True})
     return drawn.getvalue()
@@ -65,7 +64,7 @@ def _parallel(plot: Any, chart: Any) -> None:
 
 
 def _bars(plot: Any, chart: Any) -> None:
-    plot.barh(chart["names"], chart["series"][0]["values"])
+    plot.barh(*zip(*chart["rows"], strict=True))
     plot.invert_yaxis()
 
 
@@ -81,9 +80,10 @@ def _contour(plot: Any, chart: Any) -> None:
 
 
 def _lines(plot: Any, chart: Any) -> None:
-    for one in chart["series"]:
-        style = "o" if one["style"] == "dots" else "-"
-        plot.plot(*zip(*one["points"], strict=True), style, label=one["name"])
+    for at, name in enumerate(chart["columns"][1:], 1):
+        points = [(row[0], row[at]) for row in chart["rows"] if row[at] is not None]
+        style = "o" if name in chart["dots"] else "-"
+        plot.plot(*zip(*points, strict=True), style, label=name)
     plot.legend()
 
 

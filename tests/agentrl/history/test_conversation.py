@@ -7,16 +7,8 @@ from typing import Any
 
 import pytest
 
-from agentrl.history.rollout.conversation import (
-    Message,
-    ToolCall,
-    answer_excerpt,
-    answered,
-    asked,
-    new_text,
-    prompt_excerpt,
-    shown_before,
-)
+from agentrl.history.rollout import conversation
+from agentrl.history.rollout.conversation import Message, ToolCall, answered, asked
 from agentrl.runs.excerpts import excerpt
 
 _USER = Message("user", "What is 6 * 7?")
@@ -54,57 +46,41 @@ def test_three_protocols_give_the_same_messages(request_body: dict[str, Any]) ->
     assert asked(request_body) == said
 
 
-def test_a_completion_has_one_message_and_odd_bodies_are_shown_as_json() -> None:
-    assert asked({"prompt": "Once"}) == [Message("user", "Once")]
-    assert asked({"input": [{"type": "web_search_call", "query": "cats"}]})[0].text == (
-        '{"type": "web_search_call", "query": "cats"}'
-    )
-    assert asked({"messages": [{"role": "user", "tool_calls": 3, "content": {"a": 1}}]}) == [
-        Message("user", '{"a": 1}')
-    ]
-    assert asked(None) == []
-
-
-def test_an_answer_keeps_its_reasoning_apart() -> None:
-    for message in (
-        {"content": _THINKS.text, "reasoning_content": _THINKS.reasoning},
-        {"content": f"<think>\n{_THINKS.reasoning}\n</think>\n{_THINKS.text}"},
-    ):
-        response = {"choices": [{"message": {"role": "assistant", **message}}]}
-        assert answered(response) == _THINKS
-    completed = {"choices": [{"text": " upon a time"}]}
-    assert answered(completed) == Message("assistant", " upon a time")
-    assert answered(None) is None
-
-
-def test_messages_that_an_earlier_call_showed_are_counted_even_without_their_reasoning() -> None:
-    earlier = [[Message("user", "Other")], [_USER, _THINKS]]
-    later = [_USER, replace(_THINKS, reasoning=""), Message("user", "And 7 * 7?")]
-    assert shown_before(later, earlier) == 2
-    assert shown_before(later, []) == 0
-
-
 @pytest.mark.parametrize(
     ("request_body", "line"),
     [
         ({"messages": [{}, {"role": "user", "content": "hi\n"}]}, "(1 before) user: hi"),
+        ({"messages": [{"role": "user", "tool_calls": 3, "content": {"a": 1}}]}, 'user: {"a": 1}'),
         ({"input": "hi"}, "user: hi"),
-        ({"input": [{"type": "function_call_output", "output": "42"}]}, "tool: 42"),
-        ({"prompt": ["a", "b"]}, "user: a b"),
-        ({"prompt": [1, 2]}, "user: 1 2"),
+        ({"input": [{"type": "search", "query": "cats"}]}, 'search: {"type": "search", "query": '
+                                                           '"cats"}'),
+        ({"prompt": ["a", 2]}, "user: a 2"),
         (None, ""),
     ],
-)
-def test_a_request_in_one_line_is_its_last_message(request_body: Any, line: str) -> None:
-    assert prompt_excerpt(request_body) == line
+)  # fmt: skip
+def test_odd_requests_are_read_too(request_body: Any, line: str) -> None:
+    assert conversation.prompt_excerpt(request_body) == line
 
 
-def test_answers_in_one_line_and_what_is_new_in_a_request() -> None:
+def test_an_answer_keeps_its_reasoning_apart() -> None:
     tool = {"function": {"name": "add", "arguments": '{"a": 1}'}}
-    message = {"content": None, "tool_calls": [tool]}
-    assert answer_excerpt({"choices": [{"message": message}]}) == '→ add({"a": 1})'
-    assert answer_excerpt({"choices": [{"message": {"content": "hello"}}]}) == "hello"
-    said = [{"role": role, "content": role} for role in ("system", "assistant", "tool", "user")]
-    assert new_text({"messages": said}) == "tool\nuser"
-    assert new_text({"messages": said[:1]}) == "system"
+    for message, answer in (
+        ({"content": _THINKS.text, "reasoning_content": _THINKS.reasoning}, _THINKS),
+        ({"content": f"<think>\n{_THINKS.reasoning}\n</think>\n{_THINKS.text}"}, _THINKS),
+        ({"tool_calls": [tool]}, Message("assistant", "", tools=(ToolCall("add", '{"a": 1}'),))),
+    ):
+        assert answered({"choices": [{"message": {"role": "assistant", **message}}]}) == answer
+    assert answered({"choices": [{"text": " upon a time"}]}) == Message("assistant", " upon a time")
+    assert answered(None) is None
+    said = {"choices": [{"message": {"content": "so\n", "tool_calls": [tool]}}]}
+    assert conversation.answer_excerpt(said) == 'so → add({"a": 1})'
     assert len(excerpt("a \n b" * 100)) == 240
+
+
+def test_what_an_earlier_call_showed_is_counted_even_without_its_reasoning() -> None:
+    earlier = [[Message("user", "Other")], [_USER, _THINKS]]
+    later = [_USER, replace(_THINKS, reasoning=""), Message("user", "And 7 * 7?")]
+    assert conversation.shown_before(later, earlier) == 2
+    assert conversation.shown_before(later, []) == 0
+    said = [{"role": role, "content": role} for role in ("system", "assistant", "tool", "user")]
+    assert conversation.new_text({"messages": said}) == "tool\nuser"

@@ -38,5 +38,5 @@ def test_without_a_model_ids_stand_for_texts_and_it_says_why() -> None:
     while (vocabulary := known.of({"model": {"name": "./nowhere"}})).is_loading:
         pass
     assert "no folder './nowhere'" in vocabulary.fault
-    assert vocabulary.text([1, 2]) == "1 2"
+    assert vocabulary.text([1, 2]) == " 1 2"
     assert vocabulary.bytes_of(3) == b"[3]"

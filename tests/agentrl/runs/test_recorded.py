@@ -85,6 +85,9 @@ def test_a_run_elsewhere_is_interrupted_when_it_is_silent(folder: RunFolder) -> 
     assert state_of(folder, run) == "running"
     assert state_of(folder, run | {"heartbeat_at": time.time() - 61}) == "interrupted"
     assert state_of(folder, run | {"heartbeat_at": None}) == "running"  # of an earlier version
+    folder.pruned.touch()  # by a sweep
+    assert state_of(folder, run | {"heartbeat_at": 0.0}) == "pruned"
+    assert state_of(folder, run | {"state": "finished"}) == "finished"
     store.beat(run["id"])
     store.close()
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from starlette.testclient import TestClient
-from ui_pages import fill_indexes, record_run, tokens_of
+from ui_pages import record_run, tokens_of
 
 from agentrl.runs.folder import RunFolder
 from agentrl.runs.token_records import save_step
@@ -46,7 +46,6 @@ def calls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     trainer = np.asarray(row.logprobs[1:], np.float32) + np.float32(0.25)
     seen = StepBatch(first_pass=[SeenRow(row, [first.id, second.id], trainer)])
     save_step(folder, 2, [first, second], [seen])
-    fill_indexes(root)
     with TestClient(create_app(root)) as client:
         while "vocabulary is loading" in client.get("/runs/run/calls/odd/tokens").text:
             pass
@@ -78,19 +77,13 @@ def test_each_token_tells_what_sampler_and_trainer_said(calls: dict[str, Any]) -
     assert titles[0] == (
         "6",
         f"token 1\nid {call.response_ids[0]}\nsampler {sampled:.4f}\ntrainer {sampled + 0.25:.4f}\n"
-        f"ratio 1.284\nadvantage -0.5\nversion {call.adapter_version}\nor ",
+        f"ratio 1.284\nadvantage -0.5\nversion {call.adapter_version}",
     )
     assert "trained in step 2" in text
     assert ">1.25 up</span>" in text  # the legend
     assert ">0</span>" in page(calls, "second", "?color=advantage")
     assert 'class="kind1"' in page(calls, "second", "?color=version")
     assert text.count("<tr>") == 1 + len(call.response_ids)
-
-
-def test_a_group_shows_the_advantages_of_its_longest_calls(calls: dict[str, Any]) -> None:
-    rollout = calls["client"].get(f"/runs/run/rollouts/{calls['first'].rollout_id}").text
-    [link] = re.findall(r'href="([^"]+/groups/[^"]+)"', rollout)
-    assert '<td class="figure">-0.5000</td>' in calls["client"].get(link).text
 
 
 def test_a_prompt_says_how_much_of_it_an_earlier_call_had(calls: dict[str, Any]) -> None:

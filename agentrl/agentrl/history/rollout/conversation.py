@@ -62,7 +62,7 @@ def answered(response: Mapping[str, Any] | None) -> Message | None:
         case None:
             return None
         case {"choices": [{"message": dict(message)}, *_]}:
-            return [*_messages({"role": "assistant", **message}), Message("assistant", "")][0]
+            return _messages({"role": "assistant", **message})[-1]
         case {"choices": [dict(choice), *_]}:
             return Message("assistant", _text(choice.get("text")))
         case other:

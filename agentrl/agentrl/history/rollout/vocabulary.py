@@ -30,7 +30,6 @@ class Vocabulary:
 
     def __init__(self, tokenizer: Any = None, fault: str = "") -> None:
         self.fault = fault
-        self.is_known = tokenizer is not None
         self.is_loading = tokenizer is None and not fault
         self._tokenizer = tokenizer
         self._byte_level = "ByteLevel" in str(getattr(tokenizer, "decoder", ""))
@@ -52,7 +51,7 @@ class Vocabulary:
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of tokens, special ones included."""
         if self._tokenizer is None:
-            return " ".join(map(str, ids))
+            return "".join(f" {one}" for one in ids)
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Annotated, Any
-from urllib.parse import parse_qsl
 
 import numpy as np
 from fastapi import APIRouter, Depends, Request
@@ -19,25 +18,31 @@ from starlette.responses import RedirectResponse, Response
 
 from agentrl.config.errors import ConfigError, explain
 from agentrl.gateway.on_demand import Replayer, Sampling, replays_of, targets
-from agentrl.history.rollout.conversation import (
-    Message,
-    answered,
-    asked,
-    path_of,
-    shown_before,
-)
-from agentrl.history.rollout.tokens import call_tokens, origin_of
+from agentrl.history.rollout.conversation import Message, answered, asked, path_of, shown_before
+from agentrl.history.rollout.tokens import CallTokens, call_tokens, origin_of
 from agentrl.history.rollout.vocabulary import Vocabulary
-from agentrl.history.sources import OpenRun, OpenServed
+from agentrl.history.sources import OpenRun
 from agentrl.runs.token_records import read_call
 from agentrl.ui.texts import MOST
-from agentrl.ui.views import page, run_of, source_of
+from agentrl.ui.views import Form, page, run_of, source_of
 from agentrl_tracer.schemas import Call, Json
 
-router = APIRouter()
+router, _of_call = APIRouter(), APIRouter()
 _SHOWN_OF_CALL = 60_000
 """Characters of one call's messages after which a page shows no further message."""
 _LEAST = 200  # of them, that a message counts as
+
+
+def _find(request: Request, name: str, call_id: str) -> tuple[OpenRun, Call]:
+    source = source_of(request, name)
+    call = source.store.call(call_id)
+    if call is None or call.run_id != source.id:
+        raise HTTPException(404, f"{call_id!r} is no call of {source.name}")
+    return source, call
+
+
+_Found = Annotated[tuple[OpenRun, Call], Depends(_find)]
+"""The run or the served store that a path names, and the call in it."""
 
 
 @dataclass(frozen=True)
@@ -68,42 +73,30 @@ def shown_length(message: Message) -> int:
     return _LEAST + sum(min(len(text), MOST) for text in texts)
 
 
-@router.get("/runs/{name}/calls/{call_id}")
-@router.get("/served/{name}/calls/{call_id}")
-def call_page(request: Request, name: str, call_id: str) -> Response:
+@_of_call.get("")
+def call_page(request: Request, found: _Found) -> Response:
     """Show a call as chat; without the page around if htmx asks, as the next pages."""
-    source = source_of(request, name)
-    chat = chat_of(_call(source, call_id))
-    return _part(request, "call.html", run=source.current(), chat=chat)
+    source, call = found
+    return _part(request, "call.html", run=source.current(), chat=chat_of(call))
 
 
-@router.get("/runs/{name}/calls/{call_id}/raw")
-@router.get("/served/{name}/calls/{call_id}/raw")
-def raw_page(request: Request, name: str, call_id: str) -> Response:
+@_of_call.get("/raw")
+def raw_page(request: Request, found: _Found) -> Response:
     """Show the request and the answer as recorded, and the request as a command."""
-    source = source_of(request, name)
-    call, run = _call(source, call_id), source.current()
+    call, run = found[1], found[0].current()
     raw = {what: _json(body) for what, body in _bodies(call).items()}
     return _part(request, "raw.html", run=run, call=call, raw=raw, curl=_curl(run, call))
 
 
-@router.get("/runs/{name}/calls/{call_id}/{what}.json")
-@router.get("/served/{name}/calls/{call_id}/{what}.json")
-def download(request: Request, name: str, call_id: str, what: str) -> Response:
+@_of_call.get("/{what}.json")
+def download(found: _Found, what: str) -> Response:
     """Send the recorded request or answer as a file of text, which no browser renders."""
-    body = _bodies(_call(source_of(request, name), call_id)).get(what)
+    body = _bodies(found[1]).get(what)
     if body is None:
-        raise HTTPException(404, f"call {call_id} has no {what}")
+        raise HTTPException(404, f"call {found[1].id} has no {what}")
     headers = {"content-disposition": f'attachment; filename="{what}.json"'}
     sent = _json(body).encode(errors="replace")
     return Response(sent, media_type="text/plain; charset=utf-8", headers=headers)
-
-
-def _call(source: OpenRun | OpenServed, call_id: str) -> Call:
-    call = source.store.call(call_id)
-    if call is None or call.run_id != source.id:
-        raise HTTPException(404, f"{call_id!r} is no call of {source.name}")
-    return call
 
 
 def _part(request: Request, template: str, **values: Any) -> Response:
@@ -135,7 +128,6 @@ def _curl(run: Json, call: Call) -> str:
 # ---- tokens
 
 _PAGE = 2000  # tokens
-_SHOWN = 12_000  # characters of each part of a prompt, and of a replay
 _LOGPROBS = (-4.0, -2.0, -1.0, -0.5, -0.1, -0.01)
 
 
@@ -159,31 +151,17 @@ _SCALES = {
 }
 
 
-@router.get("/runs/{name}/calls/{call_id}/tokens")
-@router.get("/served/{name}/calls/{call_id}/tokens")
-def tokens_page(
-    request: Request, name: str, call_id: str, color: str = "sampler", at: int = 0
-) -> Response:
+@_of_call.get("/tokens")
+def tokens_page(request: Request, found: _Found, color: str = "sampler", at: int = 0) -> Response:
     """Show what is known of each token, colored by one of it; and where the prompt comes from."""
-    source = source_of(request, name)
-    call = _call(source, call_id)
+    source, call = found
     vocabulary, seen = Vocabulary(fault="the store does not say which model answered"), None
-    if isinstance(source, OpenRun):
-        vocabulary = _vocabulary(request, source)
-        seen = read_call(source.folder, call)
+    if source.id is not None:
+        vocabulary, seen = _vocabulary(request, source), read_call(source.folder, call)
     start = max(at, 0) // _PAGE * _PAGE
     known = call_tokens(call, seen, vocabulary, slice(start, start + _PAGE))
     color = color if color in known.columns else "sampler"
-    values = known.columns[color]
-    columns: dict[str, Sequence[Any]] = {
-        "token": range(start + 1, start + 1 + len(known.ids)),
-        "id": known.ids,
-        **{
-            name: [format(value, _SCALES[name].form) for value in column.tolist()]
-            for name, column in known.columns.items()
-        },
-        "or": known.alternatives,
-    }
+    values, columns = known.columns[color], _columns(known, start)
     rows = list(zip(*columns.values(), strict=True))
     titles = ("\n".join(f"{k} {v}" for k, v in zip(columns, row, strict=True)) for row in rows)
     pages = {"Previous": start - _PAGE, "Next": start + _PAGE}
@@ -196,6 +174,16 @@ def tokens_page(
         names=list(columns), rows=rows,
         pages={title: to for title, to in pages.items() if 0 <= to < len(call.response_ids)},
     )  # fmt: skip
+
+
+def _columns(known: CallTokens, start: int) -> dict[str, Sequence[Any]]:
+    """Return what is known of each token as text, by name."""
+    columns: dict[str, Sequence[Any]] = {
+        "token": range(start + 1, start + 1 + len(known.ids)), "id": known.ids
+    }  # fmt: skip
+    for name, column in known.columns.items():
+        columns[name] = [format(value, _SCALES[name].form) for value in column.tolist()]
+    return columns | ({"or": known.alternatives} if any(known.alternatives) else {})
 
 
 def _vocabulary(request: Request, run: OpenRun) -> Vocabulary:
@@ -221,60 +209,44 @@ def _legend(color: str, values: NDArray[Any]) -> list[tuple[str, str]]:
     return [(f"{scale.colors}{step}", text) for step, text in enumerate(said)]
 
 
-def _prompt(source: OpenRun | OpenServed, call: Call, vocabulary: Vocabulary) -> dict[str, Any]:
+def _prompt(source: OpenRun, call: Call, vocabulary: Vocabulary) -> dict[str, Any]:
     """Return the prompt in two parts: what ``parent``, an earlier call, has had, and the rest."""
     earlier: list[Call] = []
     if call.attempt_id is not None:
         earlier = source.store.calls(attempt_ids=[call.attempt_id], bodies=False)
     parent, shared = origin_of(call, earlier)
-    parts = call.prompt_ids[:shared], call.prompt_ids[shared:]
-    texts = [_shortened(vocabulary.text(part)) for part in parts]
-    return {"parent": parent, "count": shared, "shared": texts[0], "rest": texts[1]}
-
-
-def _shortened(text: str) -> str:
-    """Leave out the middle of a long text, and say how much."""
-    half = _SHOWN // 2
-    cut = f"\n[… {len(text) - _SHOWN:,} characters …]\n"
-    return text if len(text) <= _SHOWN else text[:half] + cut + text[-half:]
+    texts = map(vocabulary.text, (call.prompt_ids[:shared], call.prompt_ids[shared:]))
+    return {"parent": parent, "count": shared, "texts": list(texts)}
 
 
 # ---- replays: what would another adapter version, the base model or a judge have said?
 
 
-async def _form(request: Request) -> dict[str, str]:
-    return dict(parse_qsl((await request.body()).decode(errors="replace")))
-
-
 @router.get("/runs/{name}/calls/{call_id}/replay")
 def replay_page(request: Request, name: str, call_id: str) -> Response:
-    run = run_of(request, name)
-    call, replayer = _call(run, call_id), _replayer(request)
-    vocabulary = _vocabulary(request, run)
+    run, call = run_of(request, name), _find(request, name, call_id)[1]
     form = {
         "temperature": call.params.get("temperature", 1.0),
         "max_tokens": call.params.get("max_tokens") or max(len(call.response_ids), 256),
         "seed": call.params.get("seed") or "",
     }
-    answers = [call, *replays_of(run.folder, call_id)]
+    replayer = _replayer(request)
     return page(
         request, "replay.html", run=run.current(), call=call, form=form, last=replayer.last,
-        warm=replayer.is_warm, targets=list(targets(run.folder)), fault=vocabulary.fault,
-        answers=[(one, _said(one, vocabulary)) for one in answers],
+        warm=replayer.is_warm, targets=list(targets(run.folder)),
+        vocabulary=_vocabulary(request, run), answers=[call, *replays_of(run.folder, call_id)],
     )  # fmt: skip
 
 
 @router.post("/runs/{name}/calls/{call_id}/replay")
-def start_replay(
-    request: Request, name: str, call_id: str, form: Annotated[dict[str, str], Depends(_form)]
-) -> Response:
-    run = run_of(request, name)
+def start_replay(request: Request, name: str, call_id: str, form: Form) -> Response:
+    run, call = run_of(request, name), _find(request, name, call_id)[1]
     target = targets(run.folder).get(form.pop("model", ""))
     if target is None:
         raise HTTPException(400, "model: choose one of the list; versions not kept are gone")
     try:
-        how = Sampling.model_validate(form)
-        _replayer(request).start(run.folder, _call(run, call_id), target, how)
+        how = Sampling.model_validate({key: text for key, text in form.items() if text})
+        _replayer(request).start(run.folder, call, target, how)
     except ValidationError as error:
         raise HTTPException(400, explain(error, Sampling)) from error
     except ConfigError as error:
@@ -286,9 +258,5 @@ def _replayer(request: Request) -> Replayer:
     return request.app.state.replayer
 
 
-def _said(call: Call, vocabulary: Vocabulary) -> str:
-    """Return an answer as it was sampled, or as a provider wrote it."""
-    if call.response_ids and vocabulary.is_known:
-        return _shortened(vocabulary.text(call.response_ids))
-    answer = answered(call.response)
-    return _shortened(answer.text if answer else "")
+for _place in ("runs", "served"):
+    router.include_router(_of_call, prefix=f"/{_place}/{{name}}/calls/{{call_id}}")

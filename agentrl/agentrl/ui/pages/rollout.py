@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 
@@ -13,7 +14,10 @@ from fastapi import APIRouter, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, Response
 
+from agentrl.config.algorithm_options import table_of
 from agentrl.config.errors import ConfigError
+from agentrl.config.setting_names import recorded
+from agentrl.history.index import task_index
 from agentrl.history.rollout.conversation import Message, conversation
 from agentrl.history.rollout.tokens import shared_length
 from agentrl.history.rollout.trace import (
@@ -29,17 +33,18 @@ from agentrl.history.rollout.vocabulary import Vocabulary
 from agentrl.history.rollout_table import (
     Beside,
     Query,
+    Row,
     beside_in,
     beside_in_table,
     beside_in_task,
     members,
-    task_index,
 )
 from agentrl.history.sources import OpenRun
 from agentrl.runs.token_records import read_call
 from agentrl.ui.pages.call import Chat, chat_of, shown_length
 from agentrl.ui.views import page, run_of
 from agentrl_tracer.schemas import Attempt, Call, Rollout, RolloutState
+from agentrl_trainer.data.advantages import ESTIMATORS, CreditSettings, Scaling, group_advantages
 from agentrl_trainer.data.rewards import rollout_reward
 
 router = APIRouter()
@@ -161,23 +166,22 @@ def group_page(request: Request, name: str, group_id: str, at: int = 0) -> Respo
         raise HTTPException(404, f"{name} has no group {group_id!r}, or it is not indexed yet")
     at = max(at, 0)
     shown = rows[at : at + _SIDE_BY_SIDE]
+    computed = _advantages(run, rows)[at : at + _SIDE_BY_SIDE]
     calls = longest_calls(run.store, run.id, [row["id"] for row in shown])
     tokens = [call.prompt_ids + call.response_ids if call else [] for call in calls]
     known = [ids for ids in tokens if ids]
     shared = shared_length(known)
     prompt = _shared_messages([conversation(call) for call in calls if call])
-    seen = [call and read_call(run.folder, call) for call in calls]
     vocabulary: Vocabulary = request.app.state.vocabularies.of(run.row["config"])
-    parts = [(vocabulary.text(ids[shared : shared + 1]),
-              vocabulary.text(ids[shared + 1 : shared + _TOKENS])) for ids in tokens]  # fmt: skip
     return page(
         request, "group.html", run=run.current(), group=group_id, rows=rows, at=at,
         per_page=_SIDE_BY_SIDE, vocabulary=vocabulary, prompt=prompt, known=len(known),
-        rewards=sorted({name for row in rows for name in row.rewards} - {"reward"}),
+        rewards=sorted({name for row in rows for name in row["rewards"]} - {"reward"}),
         shared=shared, shared_text=vocabulary.text(known[0][:shared]) if known else "",
         members=list(zip(
-            shown, [one and float(one.advantage.mean()) for one in seen],
-            [call and chat_of(call, [prompt]) for call in calls], parts, strict=True,
+            shown, map(partial(_advantage, run), calls, computed),
+            [call and chat_of(call, [prompt]) for call in calls],
+            _parted([ids[shared : shared + _TOKENS] for ids in tokens], vocabulary), strict=True,
         )),
     )  # fmt: skip
 
@@ -186,3 +190,38 @@ def _shared_messages(chats: Sequence[Sequence[Message]]) -> list[Message]:
     """Return the messages at the start that all conversations have."""
     alike = takewhile(lambda said: all(one == said[0] for one in said), zip(*chats, strict=False))
     return [said[0] for said in alike]
+
+
+def _parted(tokens: Sequence[Sequence[int]], vocabulary: Vocabulary) -> list[tuple[str, ...]]:
+    """Return each member's text before its first token that no other member has there, that token,
+    and what follows."""
+    found: list[tuple[str, ...]] = []
+    for at, ids in enumerate(tokens):
+        others = [*tokens[:at], *tokens[at + 1 :]]
+        place = max((shared_length([ids, other]) for other in others), default=0)
+        pieces = ids[:place], ids[place : place + 1], ids[place + 1 :]
+        found.append(tuple(vocabulary.text(piece) for piece in pieces))
+    return found
+
+
+def _advantage(run: OpenRun, call: Call | None, computed: float | None) -> float | None:
+    """Return what was computed of the rewards, or else the mean over the call's trained tokens."""
+    seen = read_call(run.folder, call) if call and computed is None else None
+    return computed if seen is None else float(seen.advantage.mean())
+
+
+def _advantages(run: OpenRun, rows: Sequence[Row]) -> list[float | None]:
+    """Return what the group's rewards give; None where the estimator needs more than them."""
+    config = run.row["config"]
+    estimator = recorded(config, "algorithm.estimator", "grpo")
+    how = ESTIMATORS.get(estimator)
+    if how is None or how.whitens or rows[0]["purpose"] != "train":
+        return [None] * len(rows)
+    options = recorded(config, f"algorithm.{table_of(estimator)}", {})
+    settings = CreditSettings(
+        estimator=estimator,
+        normalize_std=options.get("normalize_std", False),
+        min_group=recorded(config, "rollouts.min_group", 2),
+        scaling=Scaling(options.get("std_ddof", 1), options.get("std_epsilon", 1e-6)),
+    )
+    return group_advantages([row["reward"] for row in rows], settings).advantages
