@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import parse_qsl, unquote
 
-from fastapi import Request
+from fastapi import Depends, Request
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from starlette.exceptions import HTTPException
@@ -138,8 +138,8 @@ def render_alone(
     )  # fmt: skip
 
 
-async def form_of(request: Request) -> dict[str, str]:
-    """Return the fields of the form that a request sends, without space around them."""
+async def _form_of(request: Request) -> dict[str, str]:
+    """Return the fields of a form, without space around them."""
     body = b""
     async for part in request.stream():
         body += part
@@ -147,6 +147,10 @@ async def form_of(request: Request) -> dict[str, str]:
             raise HTTPException(413, f"the form has more than {_LARGEST_FORM:,} bytes")
     given = parse_qsl(body.decode("utf-8", "replace"), keep_blank_values=True)
     return {name: value.strip() for name, value in given}
+
+
+Form = Annotated[dict[str, str], Depends(_form_of)]
+"""What a request's form sends."""
 
 
 def sources(request: Request) -> Sources:

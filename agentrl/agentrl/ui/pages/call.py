@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Annotated, Any
-from urllib.parse import parse_qsl
 
 import numpy as np
 from fastapi import APIRouter, Depends, Request
@@ -25,7 +24,7 @@ from agentrl.history.rollout.vocabulary import Vocabulary
 from agentrl.history.sources import OpenRun
 from agentrl.runs.token_records import read_call
 from agentrl.ui.texts import MOST
-from agentrl.ui.views import page, run_of, source_of
+from agentrl.ui.views import Form, page, run_of, source_of
 from agentrl_tracer.schemas import Call, Json
 
 router, _of_call = APIRouter(), APIRouter()
@@ -223,10 +222,6 @@ def _prompt(source: OpenRun, call: Call, vocabulary: Vocabulary) -> dict[str, An
 # ---- replays: what would another adapter version, the base model or a judge have said?
 
 
-async def _form(request: Request) -> dict[str, str]:
-    return dict(parse_qsl((await request.body()).decode(errors="replace")))
-
-
 @router.get("/runs/{name}/calls/{call_id}/replay")
 def replay_page(request: Request, name: str, call_id: str) -> Response:
     run, call = run_of(request, name), _find(request, name, call_id)[1]
@@ -244,15 +239,14 @@ def replay_page(request: Request, name: str, call_id: str) -> Response:
 
 
 @router.post("/runs/{name}/calls/{call_id}/replay")
-def start_replay(
-    request: Request, name: str, call_id: str, form: Annotated[dict[str, str], Depends(_form)]
-) -> Response:
+def start_replay(request: Request, name: str, call_id: str, form: Form) -> Response:
     run, call = run_of(request, name), _find(request, name, call_id)[1]
     target = targets(run.folder).get(form.pop("model", ""))
     if target is None:
         raise HTTPException(400, "model: choose one of the list; versions not kept are gone")
     try:
-        _replayer(request).start(run.folder, call, target, Sampling.model_validate(form))
+        how = Sampling.model_validate({key: text for key, text in form.items() if text})
+        _replayer(request).start(run.folder, call, target, how)
     except ValidationError as error:
         raise HTTPException(400, explain(error, Sampling)) from error
     except ConfigError as error:

@@ -13,9 +13,9 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from starlette.exceptions import HTTPException
 from starlette.responses import RedirectResponse, Response
 
-from agentrl.config.errors import ConfigError
+from agentrl.config.errors import ConfigError, explain
 from agentrl.history.sources import OpenRun
-from agentrl.ui.views import AUTHOR_COOKIE, form_of, source_of
+from agentrl.ui.views import AUTHOR_COOKIE, Form, source_of
 from agentrl_tracer.schemas import MAX_REWARD, Feedback
 from agentrl_tracer.store import Store
 
@@ -23,7 +23,7 @@ router = APIRouter()
 _YEAR_S = 365 * 24 * 3600
 
 
-class _Form(BaseModel):
+class _Judgment(BaseModel):
     """What the form of ``feedback_part.html`` sends; what is empty is not given."""
 
     name: str = Field(max_length=60)
@@ -42,7 +42,7 @@ class _Form(BaseModel):
         return {name: value.replace("\0", "\ufffd") for name, value in given.items() if value}
 
     @model_validator(mode="after")
-    def _says_something(self) -> _Form:
+    def _says_something(self) -> _Judgment:
         if not any((self.thumb, self.score is not None, self.label, self.comment)):
             raise ValueError("give a thumb, a score, a label or a comment")
         return self
@@ -50,15 +50,13 @@ class _Form(BaseModel):
 
 @router.post("/runs/{name}/feedback")
 @router.post("/served/{name}/feedback")
-async def give_feedback(request: Request, name: str) -> Response:
+def give_feedback(request: Request, name: str, form: Form) -> Response:
     """Keep the feedback of a form, and show the page that it was on."""
     source = source_of(request, name)
     try:
-        form = _Form.model_validate(await form_of(request))
+        given = _feedback(source, _Judgment.model_validate(form))
     except ValidationError as error:
-        faults = [f"{'.'.join(map(str, one['loc']))} {one['msg']}" for one in error.errors()]
-        raise HTTPException(400, "; ".join(faults).strip()) from error
-    given = _feedback(source, form)
+        raise HTTPException(400, explain(error, _Judgment)) from error
     with contextlib.closing(Store(source.store.url, patience_s=5)) as store:
         store.add_feedback(given)
     kind, judged = ("calls", given.call_id) if given.call_id else ("rollouts", given.rollout_id)
@@ -81,7 +79,7 @@ def export(request: Request, name: str) -> Response:
     return Response(lines, media_type="application/jsonl", headers=headers)
 
 
-def _feedback(source: OpenRun, form: _Form) -> Feedback:
+def _feedback(source: OpenRun, form: _Judgment) -> Feedback:
     rollout_id = form.rollout_id
     if form.call_id:
         call = source.store.call(form.call_id)

@@ -15,7 +15,7 @@ from agentrl.history.sources import OpenRun
 from agentrl.runs.circumstances import circumstances, why_failed
 from agentrl.runs.recorded import shown
 from agentrl.ui.run_charts import books, metric_names, run_charts, thinned_metrics
-from agentrl.ui.views import form_of, page, run_of, sources
+from agentrl.ui.views import Form, page, run_of, sources
 
 router = APIRouter()
 
@@ -69,9 +69,9 @@ def overview(run: OpenRun) -> dict[str, Any]:
 
 
 @router.post("/runs/{name}/notes")
-async def change_notes(request: Request, name: str) -> Response:
+def change_notes(request: Request, name: str, form: Form) -> Response:
     """Write the tags, note or archived flag of a form, and show the page that it was on."""
-    run, form = run_of(request, name), await form_of(request)
+    run = run_of(request, name)
     archived = form["archived"] == "1" if "archived" in form else None
     write_notes(run.folder, tags=form.get("tags"), note=form.get("note"), archived=archived)
     return RedirectResponse("/" if archived is not None else run.path, 303)
