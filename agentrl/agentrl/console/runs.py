@@ -174,7 +174,7 @@ def show_rollouts(to: Console, rows: Sequence[Json]) -> None:
         "id step purpose task index status reward:+.3g feedback attempts calls prompt_tokens:, "
         "tokens:, seconds:.1f agent error"
     )
-    expendable = "prompt_tokens agent attempts index calls seconds tokens purpose error"
+    expendable = "prompt_tokens agent attempts index calls seconds tokens feedback purpose error"
     print_rows(to, rows, columns, expendable=expendable, cut="error")
 
 
