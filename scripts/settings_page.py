@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from agentrl.config.commands import COMMANDS
-from agentrl.config.renamed_settings import RENAMED
-from agentrl.config.setting_names import Setting, settings_of
+from agentrl.config.setting_names import RENAMED, Setting, settings_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 

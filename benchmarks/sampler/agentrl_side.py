@@ -7,27 +7,20 @@ import threading
 import torch
 from benchmarks.sampler.workload import Workload, side_options, time_passes
 
-from agentrl_trainer.inference import (
-    Event,
-    Finished,
-    SampleParams,
-    SamplerEngine,
-    SampleRequest,
-    Token,
-)
+from agentrl_trainer import inference
 from agentrl_trainer.models.devices import on_own_thread
 from agentrl_trainer.models.loading import load_base
 
 POLICY = "policy"
 
 
-def sample(engine: SamplerEngine, asked: Workload) -> list[list[Token]]:
+def sample(engine: inference.SamplerEngine, asked: Workload) -> list[list[inference.Token]]:
     """Ask everything at once; return the tokens of all answers."""
-    answers: list[list[Token]] = [[] for _ in asked.prompts]
+    answers: list[list[inference.Token]] = [[] for _ in asked.prompts]
     done = threading.Semaphore(0)
 
-    def collect(event: Event, into: list[Token]) -> None:
-        if isinstance(event, Finished):
+    def collect(event: inference.Event, into: list[inference.Token]) -> None:
+        if isinstance(event, inference.Finished):
             assert event.reason == "length", event
             done.release()
         else:
@@ -35,8 +28,10 @@ def sample(engine: SamplerEngine, asked: Workload) -> list[list[Token]]:
 
     asking = zip(asked.prompts, asked.lengths, answers, strict=True)
     for seed, (prompt, length, into) in enumerate(asking):
-        params = SampleParams(max_tokens=length, seed=seed)
-        engine.submit(SampleRequest(prompt, params, POLICY, lambda e, into=into: collect(e, into)))
+        params = inference.SampleParams(max_tokens=length, seed=seed)
+        engine.submit(
+            inference.SampleRequest(prompt, params, POLICY, lambda e, into=into: collect(e, into))
+        )
     for _ in answers:
         done.acquire()
     return answers
@@ -48,7 +43,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     base = on_own_thread(load_base, str(options.folder / "base"), device="cpu", dtype="float32")
-    engine = SamplerEngine(base, int8=options.int8)
+    engine = inference.SamplerEngine(base, int8=options.int8)
     engine.start()
 
     def run(asked: Workload) -> list[int]:

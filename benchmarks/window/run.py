@@ -2,8 +2,9 @@
 
     python benchmarks/window/run.py [--calls 1000000] [--folder /tmp/window] [--postgres]
 
-Makes a run of that many calls, ten a rollout, with spans and evaluations; fills the index; asks
-every view 200 times for another rollout, group or task each time, warm; writes to ``results/``.
+Makes a run of that many calls, ten a rollout, with spans, evaluations and feedback, a second run
+of the same store, a tenth as many served calls, and a sweep; fills the indexes; asks every view 200
+times for another rollout, group, task or call each time, warm; writes to ``results/``.
 Times are those of the server to the last byte, as an HTTP client on the same machine sees them.
 """
 
@@ -16,6 +17,7 @@ import itertools
 import json
 import random
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
@@ -27,19 +29,28 @@ from typing import Any
 from urllib.parse import quote
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE.parent), str(HERE.parent / "store")]
+SUPPORT = HERE.parents[1] / "tests" / "support"
+sys.path[:0] = [str(HERE.parent), str(HERE.parent / "store"), str(SUPPORT)]
 import build  # noqa: E402
 from reporting import machine, read_json, table, write_json  # noqa: E402
+from sweeps import record_sweep  # noqa: E402
 
-from agentrl.history.sources import Sources  # noqa: E402
-from agentrl_tracer.schemas import NewRollout, Purpose, SkipReason, Span  # noqa: E402
+from agentrl.history.sources import OpenRun, Sources  # noqa: E402
+from agentrl_tracer.schemas import (  # noqa: E402
+    Feedback,
+    NewRollout,
+    Purpose,
+    SkipReason,
+    Span,
+)
 from agentrl_tracer.store import Store  # noqa: E402
 from agentrl_tracer.store import tables as t  # noqa: E402
 
 BASE = 100_000  # calls that are made; more are copies of these under other ids
 STEPS = BASE // (build.CALLS * build.ROLLOUTS)
-NAME, REQUESTS = "large", 200
-_METRICS = """reward/std advantage/min advantage/max entropy loss clip_fraction learning_rate
+NAME, SECOND, REQUESTS, JUDGED = "large", "again", 200, 1000
+_METRICS = """reward/std reward/std_over_groups advantage/min advantage/max entropy loss
+clip_fraction learning_rate
 grad_norm seconds/rollouts seconds/update seconds/publish seconds/checkpoint tokens_per_second
 groups/used staleness/mean groups/zero_advantage tokens/sampled answers/tokens answers/entropy
 sampler_trainer/kl ratio/max tokens/trained calls/trained rollouts/failed""".split()  # noqa: SIM905
@@ -50,22 +61,37 @@ VIEWS = {
     "rollouts, filtered, sorted": "/runs/large/rollouts?where=reward>0+and+step<{step}&sort=-calls",
     "rollouts, last page": "/runs/large/rollouts?at={rollouts}",
     "rollouts, searched": "/runs/large/rollouts?search={word}",
+    "rollouts, judged by people": "/runs/large/rollouts?where=feedback>0",
     "rollout": "/runs/large/rollouts/{rollout}",
+    "rollout, from the table": "/runs/large/rollouts/{rollout}?sort=-reward&at={rollouts}",
+    "rollout with feedback": "/runs/large/rollouts/{judged}",
+    "feedback, export": "/runs/large/feedback.jsonl",
     "group": "/runs/large/groups/{group}",
     "call, chat": "/runs/large/calls/{call}",
+    "call, raw": "/runs/large/calls/{call}/raw",
+    "call, tokens": "/runs/large/calls/{call}/tokens",
+    "call, replay": "/runs/large/calls/{call}/replay",
     "task": "/runs/large/tasks/train/{task}",
     "evaluations": "/runs/large/evaluations",
     "calls of a verdict": "/runs/large/calls?verdict=zero_advantage",
-    "compare": "/compare?run=large&run=large",
+    "compare": "/compare?run=large&run=again",
+    "served, newest": "/served/{served}",
+    "served, older": "/served/{served}?before={older}",
+    "served, searched": "/served/{served}?search={word}",
+    "served call": "/served/{served}/calls/{older}",
+    "sweeps": "/sweeps",
+    "sweep": "/sweeps/searched",
 }  # fmt: skip
 
 
-def make_run(url: str, folder: Path, calls: int) -> None:
-    """Fill the store, and make the run's folder."""
+def make_runs(url: str, root: Path, calls: int) -> None:
+    """Fill the store, and make the folders of the runs, which share it."""
     run_id = build.build(url, min(calls, BASE))
     with contextlib.closing(Store(url)) as store:
         evaluate(store, run_id)
         add_spans(store, run_id)
+        for rollout in store.rollouts(run_id, step=1)[:JUDGED]:
+            store.add_feedback(Feedback(run_id, rollout.id, None, "quality", "Ann", thumb=1))
         for copy in range(1, calls // BASE):
             copy_steps(store, run_id, copy)
         for step in range(1, STEPS * max(calls // BASE, 1) + 1):
@@ -81,9 +107,24 @@ def make_run(url: str, folder: Path, calls: int) -> None:
         if store.is_remote:
             with store.db.engine.connect() as c:
                 c.execution_options(isolation_level="AUTOCOMMIT").exec_driver_sql("VACUUM ANALYZE")
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({"run": {"store": url}}))
-    (folder / "run_id").write_text(run_id)
+    for name in (NAME, SECOND):
+        (root / name).mkdir(parents=True)
+        (root / name / "config.json").write_text(json.dumps({"run": {"store": url}}))
+        (root / name / "run_id").write_text(run_id)
+    serve(url if "://" in url else str(root / "serve.db"), calls // 10)
+    record_sweep(root, "searched")
+
+
+def serve(url: str, count: int) -> None:
+    """Calls without a run, as ``agentrl serve`` records them."""
+    with contextlib.closing(Store(url)) as store:
+        for at in range(0, count, 5000):
+            ids = [f"served-{at + i}" for i in range(0, 5000, build.CALLS)]
+            nowhere = dict.fromkeys(("run_id", "rollout_id", "attempt_id", "trained_step"))
+            calls = build._calls("", ids, 1 + at // 5000)  # words of the run
+            build._insert(
+                store, ({**x, **nowhere, "started_at": 1e9 + at + i} for i, x in enumerate(calls))
+            )
 
 
 def evaluate(store: Store, run_id: str) -> None:
@@ -146,24 +187,32 @@ def copy_steps(store: Store, run_id: str, copy: int) -> None:
             )  # fmt: skip
 
 
-def fill_index(root: Path) -> dict[str, float]:
+def fill_indexes(root: Path, stores: list[str]) -> dict[str, float]:
     """Index as the pages do, without their rests."""
-    with contextlib.closing(Sources(root)) as sources:
-        run, began = sources.open(NAME), time.perf_counter()
-        while run.index.fill(run.store, run.id):
+    with contextlib.closing(Sources(root, stores)) as sources:
+        served, run, began = served_of(sources), sources.open(NAME), time.perf_counter()
+        while run.fill():
             pass
-        held, there = run.index.progress(run.store, run.id)
-        assert held == there, (held, there)
-        size = sum(file.stat().st_size for file in root.glob(f"{NAME}/view.db*"))
         took = time.perf_counter() - began
+        while served.fill():
+            pass
+        held, there = run.index.progress()
+        assert held == there, (held, there)
+    size = sum(file.stat().st_size for file in root.glob(f"{NAME}/view.db*"))
+    shutil.copy(root / NAME / "view.db", root / SECOND / "view.db")
     return {"rollouts": held, "seconds": round(took, 1), "mb": round(size / 1e6)}
 
 
-def wanted(root: Path) -> Iterator[dict[str, str]]:
-    """Another rollout each time, its group, one of its calls, its task."""
+def served_of(sources: Sources) -> OpenRun:
+    return sources.served(sources.served_names()[0])
+
+
+def wanted(root: Path, stores: list[str]) -> Iterator[dict[str, str]]:
+    """Another rollout each time, its group, one of its calls, its task, a served call."""
     draw = random.Random(0)
-    with contextlib.closing(Sources(root)) as sources:
-        run = sources.open(NAME)
+    with contextlib.closing(Sources(root, stores)) as sources:
+        run, served = sources.open(NAME), served_of(sources)
+        count = served.index.progress()[1]
         with run.index.read() as db:
             rows = db.execute(
                 "SELECT id, \"group\", task, step FROM rollout WHERE purpose = 'train' "
@@ -171,26 +220,30 @@ def wanted(root: Path) -> Iterator[dict[str, str]]:
             ).fetchall()
         [call] = run.store.calls(rollout_ids=[rows[0]["id"]], bodies=True)[:1]
         words = call.request["messages"][0]["content"].split()[1:-1]
-        total = str(run.index.progress(run.store, run.id)[0] - 50)
+        total = str(run.index.progress()[0] - 50)
+        judged = [one.rollout_id or "" for one in run.store.feedback(run.id)]
         for row in itertools.cycle(rows):
             base, _, mark = row["id"].partition("x")
             yield {
                 "rollout": row["id"], "group": quote(row["group"], safe=""), "rollouts": total,
                 "call": f"{base}-{draw.randrange(10)}" + (f"x{mark}" if mark else ""),
                 "task": str(row["task"]), "step": str(row["step"] // 2), "word": draw.choice(words),
+                "judged": draw.choice(judged), "served": quote(served.name, safe=""),
+                "older": f"served-{draw.randrange(count) // 10 * 10}-{draw.randrange(10)}",
             }  # fmt: skip
 
 
-def ask_views(root: Path, only: str | None) -> dict[str, dict[str, float]]:
+def ask_views(root: Path, stores: list[str], only: str | None) -> dict[str, dict[str, float]]:
     """Return milliseconds and KB of each view that there is."""
     command = [sys.executable, "-m", "agentrl", "ui", str(root), "--port", "0"]
+    command += [part for url in stores for part in ("--store", url)]
     found: dict[str, dict[str, float]] = {}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         try:
             link = server.stdout.readline().strip()
             host = link.split("/")[2]
-            client, places = http.client.HTTPConnection(host), wanted(root)
+            client, places = http.client.HTTPConnection(host), wanted(root, stores)
             headers = {"cookie": cookie_of(client, link)}
             for name, path in VIEWS.items():
                 if only and only not in name:
@@ -259,9 +312,10 @@ def main() -> None:
     with store_of(kind, folder) as url:
         root = folder / "runs"
         if not (root / NAME).exists():
-            make_run(url, root / NAME, asked.calls)
-        record["index"] = fill_index(root)
-        record["views"] = ask_views(root, asked.only)
+            make_runs(url, root, asked.calls)
+        stores = [url] if asked.postgres else []
+        record["index"] = fill_indexes(root, stores)
+        record["views"] = ask_views(root, stores, asked.only)
     record["peak_mb"] = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1000
     if asked.only is None:
         report(kind, record)

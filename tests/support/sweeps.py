@@ -1,4 +1,4 @@
-"""``agentrl sweep`` as a subprocess on a small task, and records of sweeps that never ran."""
+"""``agentrl sweep`` as a subprocess on a small task, and studies of sweeps that never ran."""
 
 from __future__ import annotations
 
@@ -10,12 +10,30 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
+from optuna.distributions import CategoricalDistribution, FloatDistribution
+from optuna.trial import TrialState, create_trial
 
+from agentrl.config.commands import SweepConfig
 from agentrl.runs.folder import RunFolder
-from agentrl.sweep.record import SweepRecord, TrialRow, read_record, write_record
-from agentrl.sweep.space import Dimension
+from agentrl.sweep.study import SweepResults, open_study, read_results
 
 _AGENTS = Path(__file__).parent / "train_agents.py"
+
+
+def sweep_config(space: dict[str, Any], steps: int = 9, **sweep: Any) -> SweepConfig:
+    return SweepConfig.model_validate(
+        {
+            "agent": {"entrypoint": "agent.py:agent", "tasks": "tasks.jsonl"},
+            "learning": {"alpha": 16},
+            "run": {"name": "mine", "steps": steps},
+            "sweep": {"space": space, **sweep},
+        }
+    )
+
+
+def opened(folder: Path, how: SweepConfig) -> Any:
+    folder.mkdir(exist_ok=True)
+    return open_study(RunFolder(folder), how, how.run.steps or 0)
 
 
 class SmallSweep:
@@ -39,8 +57,8 @@ class SmallSweep:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
 
-    def record(self, name: str = "small") -> SweepRecord:
-        return read_record(self.root, name)
+    def results(self, name: str = "small") -> SweepResults:
+        return read_results(self.root, name)
 
     def trainings(self) -> list[int]:
         """Return the processes that train a trial now."""
@@ -52,29 +70,22 @@ class SmallSweep:
         return [int(pid) for pid, said in lines if all(part in said for part in mine)]
 
 
-def record_sweep(root: Path, name: str = "known") -> SweepRecord:
-    """Write the record of a sweep of 12 trials: complete, pruned, and one of each other state."""
-    space = [
-        Dimension("learning.learning_rate", low=1e-4, high=1e-2, log=True),
-        Dimension("learning.rank", choices=(4, 8)),
-        Dimension("algorithm.loss", choices=("ppo", "<script>window.hacked = 1</script>")),
-    ]
-    rows: list[TrialRow] = []
-    for number in range(12):
-        params = {
-            one.name: one.choices[number % 2] if one.choices else 1e-4 * 1.5**number
-            for one in space
-        }
-        state = "pruned" if number > 7 else "complete"
-        runs = [f"{name}-{number:03d}"]
-        rows.append(TrialRow(number, state, params, runs, number / 12, 0.01, step=4))
-    rows[10].state, rows[10].value, rows[10].reason = "failed", None, "error: <b>no memory</b>"
-    rows[11].state = "running"
-    record = SweepRecord(
-        name, "eval/accuracy", "maximize", 12, [one.recorded() for one in space], rows,
-        {"learning.learning_rate": 0.8, "learning.rank": 0.2}, f"agentrl train --config {name}",
-    )  # fmt: skip
-    folder = RunFolder(root / name)
-    folder.root.mkdir(parents=True)
-    write_record(folder, record)
-    return record
+def record_sweep(root: Path, name: str = "known") -> SweepResults:
+    """Record the study of a sweep of 12 trials: complete, pruned, and one of each other state."""
+    rates = {"low": 1e-4, "high": 1e-2, "log": True}
+    losses = ["ppo", "<script>window.hacked = 1</script>"]
+    space = {"learning.learning_rate": rates, "learning.rank": [4, 8], "algorithm.loss": ["ppo"]}
+    kinds = [FloatDistribution(**rates), *map(CategoricalDistribution, ([4, 8], losses))]
+    study = opened(root / name, sweep_config(space, trials=12))
+    states = [*["COMPLETE"] * 8, "PRUNED", "PRUNED", "FAIL", "RUNNING"]
+    for number, state in enumerate(states):
+        about = {"runs": [f"{name}-{number:03d}"], "spread": 0.01}
+        about |= {"reason": "error: <b>no memory</b>"} if state == "FAIL" else {}
+        values = [1e-4 * 1.5**number, 4 + 4 * (number % 2), losses[number % 2]]
+        trial = create_trial(
+            state=TrialState[state], value=number / 12 if number < 10 else None, user_attrs=about,
+            params=dict(zip(space, values, strict=True)), intermediate_values={4: number / 12},
+            distributions=dict(zip(space, kinds, strict=True)),
+        )  # fmt: skip
+        study.add_trial(trial)
+    return read_results(root, name)

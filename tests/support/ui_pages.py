@@ -12,6 +12,7 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ from typing import Any
 
 from call_records import make
 from store_records import claimed
+from sweeps import record_sweep
 
 from agentrl.config.commands import TrainConfig
 from agentrl.history.sources import Sources
@@ -30,11 +32,11 @@ from agentrl_tracer.schemas import (
     AttemptState,
     Call,
     Claim,
+    Feedback,
     NewRollout,
     Policies,
     Purpose,
     Reward,
-    RolloutState,
     SkipReason,
     Span,
 )
@@ -43,6 +45,7 @@ from agentrl_tracer.store.calls import Delivery
 from agentrl_trainer.models.sources import resolve_model
 
 CHROMIUM = "/usr/bin/chromium"
+_CACHE = tempfile.TemporaryDirectory(prefix="agentrl-cache-")  # of this process's pages
 INSTALL_CHROMIUM = "no browser here; install it with: apt-get install chromium"
 _STEPS, _GROUPS, _MEMBERS, _TASKS = 4, 2, 4, 6
 HOSTILE = (
@@ -90,7 +93,11 @@ class Recorded:
             "group": f"{self.run}/groups/{self.ids['group']}",
             "task": f"{self.run}/tasks/eval/{_TASKS - 1}",
             "calls": f"{self.run}/calls?verdict=other_agent",
+            "feedback": f"/runs/{self.other}/rollouts/{self.ids['judged']}",
+            "served": "/served/serve.db",
+            "served call": "/served/serve.db/calls/call-1",
             "sweeps": "/sweeps",
+            "sweep": "/sweeps/searched",
         }
 
 
@@ -98,23 +105,43 @@ def record_runs(root: Path) -> Recorded:
     """Write the runs of this module's description below ``root``."""
     recorded = Recorded(root)
     recorded.ids = record_run(root, recorded.name, hostile=True)
-    record_run(root, recorded.other, learns=0.4, learning_rate=0.02)
+    judged = record_run(root, recorded.other, learns=0.4, learning_rate=0.02)["first"]
+    recorded.ids["judged"] = judged
+    with contextlib.closing(Store(str(root / recorded.other / "store.db"))) as store:
+        [run] = store.runs()
+        for thumb in (1, -1):
+            given = Feedback(run["id"], judged, None, "quality", "Ann", thumb, comment=HOSTILE)
+            store.add_feedback(given)
+    record_served(root / "serve.db", 3)
+    record_sweep(root, "searched")
     return recorded
+
+
+def record_served(url: Path | str, count: int) -> None:
+    """Write calls without a run, ``call-0`` being the oldest."""
+    began = time.time() - 1000
+    calls = [
+        replace(
+            make(f"call-{i}", [1], [2]), run_id=None, rollout_id=None, attempt_id=None,
+            started_at=began + i, ended_at=began + i,
+            request={"messages": [{"role": "user", "content": f"number {i}"}]},
+        )
+        for i in range(count)
+    ]  # fmt: skip
+    with contextlib.closing(Store(str(url))) as store:
+        store.write_calls("boot", [], calls, count)
 
 
 def record_run(
     root: Path, name: str, *, learns: float = 0.75, hostile: bool = False, **learning: Any
 ) -> dict[str, str]:
     """Write one finished run; ``learns`` is the success rate at its end. Return ``Recorded.ids``"""
-    config = TrainConfig.model_validate(
-        {
-            "agent": {"entrypoint": "agent.py:agent", "tasks": "tasks.jsonl"},
-            "evaluation": {"tasks": "held_out.jsonl", "every": 2},
-            "rollouts": {"batch_size": _GROUPS, "group_size": _MEMBERS},
-            "learning": learning,
-            "run": {"name": name, "steps": _STEPS, "folder": str(root)},
-        }
-    )
+    config = TrainConfig.model_validate({
+        "agent": {"entrypoint": "agent.py:agent", "tasks": "tasks.jsonl"},
+        "evaluation": {"tasks": "held_out.jsonl", "every": 2},
+        "rollouts": {"batch_size": _GROUPS, "group_size": _MEMBERS}, "learning": learning,
+        "run": {"name": name, "steps": _STEPS, "folder": str(root)},
+    })  # fmt: skip
     settings = config.model_dump(mode="json")
     folder = RunFolder.create(root, name, "train")
     with contextlib.closing(Store(str(folder.store))) as store:
@@ -155,38 +182,34 @@ class _Run:
         held_out = add(self.run_id, "eval", [_task(12 + n) for n in range(_TASKS)])
         self._evaluate(held_out, config, 0)
         for step in range(1, _STEPS + 1):
-            self._train(step, tasks, hostile and step == _STEPS)
-            self.store.publish_adapter(
-                self.run_id, "policy", step, str(self.folder.adapter_version("policy", step)), step
-            )
+            self._train(step, tasks[(step - 1) * _GROUPS :], hostile and step == _STEPS)
+            version = str(self.folder.adapter_version("policy", step))
+            self.store.publish_adapter(self.run_id, "policy", step, version, step)
             if step % config.evaluation.every == 0:
                 self._evaluate(held_out, config, step)
 
     def _train(self, step: int, tasks: Sequence[str], hostile: bool) -> None:
         new = [
             NewRollout(tasks[at], f"{step}-{at}", Purpose.TRAIN, step, index, seed=index)
-            for at in range((step - 1) * _GROUPS, step * _GROUPS)
+            for at in range(_GROUPS)
             for index in range(_MEMBERS)
         ]
         ids = self.store.enqueue(self.run_id, new)
         right = round(_MEMBERS * self.learns * step / _STEPS)
+        kinds = ["hostile", "failed", "long"] if hostile else []
         for at, rollout_id in enumerate(ids):
-            kind = ("hostile", "failed", "long")[at] if hostile and at < 3 else ""
-            self._roll_out(rollout_id, at % _MEMBERS < right, kind)
-        self.ids |= {"last": ids[-1]} | ({"group": new[0].group_id} if hostile else {})
+            self._roll_out(rollout_id, at % _MEMBERS < right, "".join(kinds[at : at + 1]))
+        self.ids |= {"last": ids[-1], "group": new[0].group_id}
         self.ids.setdefault("first", ids[0])
         calls = self.store.calls(rollout_ids=ids)
-        failed = {r.id for r in self.store.rollouts(self.run_id, ids=ids, step=step)
-                  if r.state is RolloutState.FAILED}  # fmt: skip
-        skipped = {c.id: SkipReason.FAILED_ROLLOUT for c in calls if c.rollout_id in failed}
-        skipped |= {c.id: SkipReason.OTHER_AGENT for c in calls if c.agent == "checker"} | skipped
+        failed = {self.ids.get("failed")} & set(ids)
+        skipped = {c.id: SkipReason.OTHER_AGENT for c in calls if c.agent == "checker"}
+        skipped |= {c.id: SkipReason.FAILED_ROLLOUT for c in calls if c.rollout_id in failed}
         if right in (0, _MEMBERS):
             skipped = {call.id: SkipReason.ZERO_ADVANTAGE for call in calls} | skipped
         trained = {call.id: step for call in calls if call.id not in skipped}
         self.store.settle(trained=trained, skipped=skipped, calls=calls)
-        self._log(step, _metrics(step, right / _MEMBERS) | {
-            "calls": len(calls), "calls/trained": len(trained), "rollouts/failed": len(failed),
-        })  # fmt: skip
+        self._log(step, _metrics(step, right / _MEMBERS) | {"rollouts/failed": len(failed)})
 
     def _evaluate(self, tasks: Sequence[str], config: TrainConfig, step: int) -> None:
         """Task 0 stays right, the last stays wrong, the second becomes wrong, others right."""
@@ -200,8 +223,7 @@ class _Run:
         skipped = {call.id: SkipReason.EVALUATION for call in calls}
         self.store.settle(trained={}, skipped=skipped, calls=calls)
         accuracy = sum(right) / len(right)
-        self._log(step, {"eval/accuracy": accuracy, "eval/reward": accuracy,
-                         "seconds/evaluation": 2.5})  # fmt: skip
+        self._log(step, {"eval/accuracy": accuracy, "seconds/evaluation": 2.5})
 
     def _log(self, step: int, row: dict[str, float]) -> None:
         self.folder.append_metrics({"step": step, **row})
@@ -246,11 +268,8 @@ def _task(n: int) -> dict[str, Any]:
 def _conversation(claim: Claim, answer: str, said: str, version: int) -> list[Call]:
     """The solver uses a tool and answers, in one conversation; the checker reads the answer."""
     ask = {"role": "user", "content": f"{claim.task['question']} {said}"}
-    tool = {
-        "id": "t1",
-        "type": "function",
-        "function": {"name": "look_up", "arguments": '{"n": 1}'},
-    }
+    function = {"name": "look_up", "arguments": '{"n": 1}'}
+    tool = {"id": "t1", "type": "function", "function": function}
     uses = {"role": "assistant", "content": None, "tool_calls": [tool]}
     result = {"role": "tool", "tool_call_id": "t1", "content": said or TOOL_ANSWER}
     answers = {"role": "assistant", "content": f"<think>Let me see.</think>**{answer}**\n\n{said}"}
@@ -312,16 +331,13 @@ def _hex(claim: Claim, digits: int, at: int = 0) -> str:
 
 def _metrics(step: int, reward: float) -> dict[str, float]:
     return {
-        "reward/mean": reward, "reward/std": 0.5 - reward / 4, "advantage/max": 0.5,
-        "advantage/min": -0.5, "advantage/std": 0.4, "groups/used": _GROUPS, "groups/skipped": 0,
-        "groups/zero_advantage": 0, "tokens/sampled": 400 + 10 * step, "tokens/trained": 390.0,
-        "tokens/total": 900.0, "tokens_per_second": 300.0 + step, "staleness/mean": 0.1 * step,
-        "staleness/max": 1, "loss": -0.01 * step, "entropy": 2.5 - step / 4, "ratio/max": 1.1,
-        "clip_fraction": 0.02 * step, "sampler_trainer/kl": 1e-6,
-        "sampler_trainer/mean_logprob_difference": 1e-5, "grad_norm": 0.1, "learning_rate": 1e-3,
-        "seconds/rollouts": 6.0, "seconds/update": 4.0, "seconds/overlapped": 1.0,
-        "seconds/checkpoint": 0.3, "seconds/publish": 0.6, "answers/tokens": 9.0 + step,
-        "answers/cut_off": 0.1, "step_refused": 0.0,
+        "reward/mean": reward, "reward/std_over_groups": 0.5 - reward / 4, "groups/used": _GROUPS,
+        "tokens/sampled": 400 + 10 * step, "tokens_per_second": 300.0 + step,
+        "staleness/mean": 0.1 * step, "loss": -0.01 * step, "entropy": 2.5 - step / 4,
+        "clip_fraction": 0.02 * step, "sampler_trainer/kl": 1e-6, "learning_rate": 1e-3,
+        "sampler_trainer/mean_logprob_difference": 1e-5, "answers/tokens": 9.0 + step,
+        "seconds/rollouts": 6.0, "seconds/update": 4.0, "seconds/checkpoint": 0.3,
+        "seconds/publish": 0.6,
     }  # fmt: skip
 
 
@@ -332,7 +348,7 @@ def fill_indexes(root: Path) -> None:
     """Index the rollouts of all runs below ``root`` now, which pages do in the background."""
     with contextlib.closing(Sources(root)) as sources:
         for run in sources.all()[0]:
-            while run.index.fill(run.store, run.id):
+            while run.fill():
                 pass
 
 
@@ -340,7 +356,8 @@ def fill_indexes(root: Path) -> None:
 def serve_pages(root: Path, *arguments: str) -> Iterator[str]:
     """Run ``agentrl ui`` on a free port; yield the link that it prints."""
     command = [sys.executable, "-m", "agentrl", "ui", str(root), "--port", "0", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    env = {**os.environ, "XDG_CACHE_HOME": _CACHE.name}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
         assert process.stdout is not None
         try:
             yield process.stdout.readline().strip()
@@ -353,14 +370,9 @@ def open_browser() -> Iterator[Any]:
     """Start Chromium, for Playwright's sync API; its pages reach this machine only."""
     from playwright.sync_api import sync_playwright
 
-    alone = "--no-first-run --disable-background-networking --disable-component-update"
-    arguments = [
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-quic",
-        "--disable-sync",
-        *alone.split(),
-    ]
+    flags = "no-sandbox disable-gpu disable-quic disable-sync no-first-run"
+    flags += " disable-background-networking disable-component-update"
+    arguments = [f"--{flag}" for flag in flags.split()]
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
         yield browser

@@ -1,4 +1,4 @@
-"""The command line: a module for each command."""
+"""The command line: a module for each command; those that serve are in ``servers``."""
 
 from typing import Annotated
 

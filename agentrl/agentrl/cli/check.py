@@ -14,7 +14,7 @@ from agentrl.cli.fixed_model import fixed_model
 from agentrl.config.commands import CheckConfig
 from agentrl.config.loading import load, load_tasks, steps_of
 from agentrl.console.output import console, print_block, print_line, print_sentences
-from agentrl.console.report import facts
+from agentrl.console.tables import facts
 from agentrl.console.trace_tree import rollout_trace
 from agentrl.findings import Finding
 from agentrl.runner.agent_spec import validate_agent

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
 from statistics import fmean
 
 from rich.table import Table
@@ -17,32 +17,14 @@ from agentrl.config.checks import greedy_note
 from agentrl.config.commands import EvalConfig
 from agentrl.config.loading import load, load_tasks
 from agentrl.console.output import print_block, print_line, print_sentences
-from agentrl.console.report import facts
+from agentrl.console.tables import facts
+from agentrl.history.evaluations import Outcomes, pass_at, stored_outcomes
+from agentrl.history.sources import open_run
 from agentrl.runner.agent_spec import validate_agent
-from agentrl.runs.statistics import pass_estimates
 from agentrl.training.evaluation import plan_evaluation
 from agentrl.training.metrics import count_failures
-from agentrl_tracer.schemas import Reward, Rollout
+from agentrl_tracer.schemas import Json
 from agentrl_trainer.data.rewards import rollout_rewards
-
-
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """Result of an evaluation. A rollout that failed or emitted no reward is no success."""
-
-    tasks: int
-    rollouts: int
-    successes: int
-    accuracy: float
-    """Mean over tasks of the share of their rollouts that succeeded."""
-    interval: tuple[float, float]
-    """95 %, of the accuracy, with tasks as the independent units."""
-    pass_at: dict[int, float]
-    """By k: 1, 2, 4, ... and the samples of a task; empty with one sample."""
-    pass_at_interval: dict[int, tuple[float, float]]
-    """95 %, by the same rule."""
-    reward: float | None
-    """Mean over the rollouts that have one."""
 
 
 def eval_command(*tokens: Tokens) -> None:
@@ -64,9 +46,12 @@ def eval_command(*tokens: Tokens) -> None:
     with fixed_model(config, "eval", tasks, asks_for) as made:
         rollouts = made.execute(plan_evaluation(made.task_ids, 0, how, config.run.seed))
     session = made.session
-    rewards = session.store.rewards([rollout.id for rollout in rollouts])
+    earned = rollout_rewards(rollouts, session.store.rewards([one.id for one in rollouts])).values()
     session.store.close()
-    scores = score(rollouts, rewards, how.success_reward)
+    with contextlib.closing(open_run(session.folder)) as run:
+        [found] = stored_outcomes(run).values()
+    rewards = [reward for reward in earned if reward is not None]
+    scores = scores_of(found) | {"reward": fmean(rewards) if rewards else None}
     problems = count_failures(rollouts)
     # Answers of another model that were sampled without a setting of the evaluation, by setting.
     refused = Counter(
@@ -75,7 +60,7 @@ def eval_command(*tokens: Tokens) -> None:
         if model.answered_by and call.model == model.adapter
         for name in call.params.get("not_enforced") or ()
     )
-    summary = asdict(scores) | {"failures": problems, "not_enforced": refused}
+    summary = scores | {"failures": problems, "not_enforced": refused}
     session.folder.write_json(session.folder.summary, summary)
     print_block(evaluation_report(scores, problems))
     for name, count in refused.items():
@@ -87,19 +72,38 @@ def eval_command(*tokens: Tokens) -> None:
     print_line((f"recorded in {session.folder.root}", "dim"))
 
 
-def evaluation_report(scores: Scores, problems: Mapping[str, int]) -> Table:
+def scores_of(found: Outcomes) -> Json:
+    """Return what ``summary.json`` keeps of an evaluation; tasks are the independent units.
+
+    ``accuracy`` is the mean over tasks of the share of their rollouts that succeeded; ``pass_at``
+    is by k: 1, 2, 4, ... and the samples of a task; empty with one sample. Intervals are 95 %.
+    """
+    chances = pass_at(found)
+    several = chances if len(chances) > 1 else {}
+    return {
+        "tasks": len(found),
+        "rollouts": sum(one.samples for one in found.values()),
+        "successes": sum(one.successes for one in found.values()),
+        "accuracy": chances[1].rate,
+        "interval": chances[1][1:],
+        "pass_at": {k: one.rate for k, one in several.items()},
+        "pass_at_interval": {k: one[1:] for k, one in several.items()},
+    }
+
+
+def evaluation_report(scores: Json, problems: Mapping[str, int]) -> Table:
     """Lay out scores, and the failures by reason, for the terminal."""
-    successes = f"{scores.successes} successes; {_interval(scores.interval)}"
+    successes = f"{scores['successes']} successes; {_interval(scores['interval'])}"
     chances = [
-        (f"pass@{k}", f"{chance:.1%} ({_interval(scores.pass_at_interval[k])})")
-        for k, chance in scores.pass_at.items()
+        (f"pass@{k}", f"{chance:.1%} ({_interval(scores['pass_at_interval'][k])})")
+        for k, chance in scores["pass_at"].items()
     ]
     return facts(
         [
-            ("rollouts", f"{scores.rollouts} of {scores.tasks} tasks"),
-            ("accuracy", f"[b]{scores.accuracy:.1%}[/] ({successes})"),
+            ("rollouts", f"{scores['rollouts']} of {scores['tasks']} tasks"),
+            ("accuracy", f"[b]{scores['accuracy']:.1%}[/] ({successes})"),
             *chances,
-            ("mean reward", "–" if scores.reward is None else f"{scores.reward:+.3f}"),
+            ("mean reward", "–" if scores["reward"] is None else f"{scores['reward']:+.3f}"),
             *(("failed", Text(f"{count}×: {reason}")) for reason, count in problems.items()),
         ]
     )
@@ -107,26 +111,3 @@ def evaluation_report(scores: Scores, problems: Mapping[str, int]) -> Table:
 
 def _interval(bounds: tuple[float, float]) -> str:
     return f"95 % interval {bounds[0]:.1%} to {bounds[1]:.1%}"
-
-
-def score(rollouts: Sequence[Rollout], rewards: Sequence[Reward], success: float) -> Scores:
-    """Count the rollouts whose reward is at least ``success``."""
-    earned = rollout_rewards(rollouts, rewards)
-    by_task: dict[str, list[bool]] = {}
-    for rollout in rollouts:
-        reward = earned[rollout.id]
-        by_task.setdefault(rollout.task_id, []).append(reward is not None and reward >= success)
-    outcomes = list(by_task.values())
-    chances = pass_estimates([(sum(task), len(task)) for task in outcomes])
-    several = {k: one for k, one in chances.items() if len(chances) > 1}
-    given = [reward for reward in earned.values() if reward is not None]
-    return Scores(
-        tasks=len(outcomes),
-        rollouts=len(rollouts),
-        successes=sum(map(sum, outcomes)),
-        accuracy=chances[1].rate,
-        interval=chances[1][1:],
-        pass_at={k: one.rate for k, one in several.items()},
-        pass_at_interval={k: one[1:] for k, one in several.items()},
-        reward=fmean(given) if given else None,
-    )

@@ -1,18 +1,21 @@
-"""Dispatch the ``agentrl`` command line, and print errors.
+"""Dispatch the ``agentrl`` command line; print the help of commands with settings, and errors.
 
 A command's module is imported when it runs: ``agentrl --help`` loads no torch.
 """
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import logging
 import sys
 from typing import Any
 
 from cyclopts import App, CycloptsError, MissingArgumentError, Parameter
+from rich.table import Table
 
 from agentrl import __version__
-from agentrl.console.output import LogLines, print_error, print_line, stderr
+from agentrl.console.output import LogLines, console, print_block, print_error, print_line, stderr
 from agentrl.interrupts import Interrupted, end_at_once, last_words
 
 app = App(
@@ -22,7 +25,6 @@ app = App(
     default_parameter=Parameter(negative=()),
     suppress_keyboard_interrupt=False,
 )
-runs_app = App(name="runs", help="Look at earlier runs.")
 _COMMANDS = {  # with settings: they read their own flags, see config/loading.py
     "train": "Train a LoRA adapter for an agent.",
     "check": "Try an agent and its tasks before a training: what works, what fits, what to expect.",
@@ -39,29 +41,26 @@ _OTHERS = {
     "others.",
     "tinker-server": "Run scripts for Tinker's SDK on this machine: serve its protocol.",
 }
+_SERVERS = ("serve", "ui", "tinker-server")
 _OWN_FLAGS: dict[str, Any] = {"help_flags": [], "version_flags": []}
-for _name, _help in (_COMMANDS | _OTHERS).items():
-    _module = _name.replace("-", "_")
-    _own = _OWN_FLAGS if _name in _COMMANDS else {}
-    app.command(f"agentrl.cli.{_module}:{_module}_command", name=_name, help=_help, **_own)
-app.command(runs_app)
-_RUNS = {
-    "list": ("listing", "List the runs in a folder."),
-    "show": ("listing", "Show a run: its steps, evaluations, and where its calls went."),
-    "rollouts": ("rollouts", "List the rollouts of a run that match."),
-    "rollout": ("rollouts", "Show the trace of one rollout."),
-    "compare": ("comparing", "Compare runs: settings, curves, held-out success."),
-    "calls": (
-        "rollouts",
-        "List the newest calls of a run, or those that were served.",
-    ),
-    "export": ("exporting", "Write rollouts as JSON lines, Parquet, chats or preference pairs."),
-    "feedback": ("exporting", "Write the feedback of people as JSON lines."),
-    "prune": ("pruning", "Delete what ended runs no longer need."),
-    "verify": ("listing", "Count a run's calls one by one, and compare them with its sums."),
+_HELP_OF_FLAGS = {
+    "--config": "TOML or YAML file of settings.",
+    "--resume": "Run folder to continue, RUN@STEP or RUN@best; other flags win over its settings.",
+    "--help-all": "Show all settings: each is also a key of a file and an environment variable.",
 }
-for _name, (_module, _help) in _RUNS.items():
-    runs_app.command(f"agentrl.cli.runs.{_module}:{_name}_command", name=_name, help=_help)
+
+
+def _place_of(command: str) -> str:
+    """Return where the function of a command is, as ``module:function``."""
+    module = command.replace("-", "_")
+    folder = "servers." if command in _SERVERS else ""
+    return f"agentrl.cli.{folder}{module}:{module}_command"
+
+
+for _name, _help in (_COMMANDS | _OTHERS).items():
+    _own = _OWN_FLAGS if _name in _COMMANDS else {}
+    app.command(_place_of(_name), name=_name, help=_help, **_own)
+app.command("agentrl.cli.runs:runs_app", name="runs", help="Look at earlier runs.")
 
 app.register_install_completion_command(help="Complete commands and flags in this shell.")
 
@@ -73,6 +72,35 @@ def _keep_secrets(tokens: list[str]) -> None:
 
         hide_memory()
         hide_arguments(tokens)
+
+
+def _print_help(name: str, *, everything: bool) -> None:
+    """Print what a command does and its flags: the short ones, or all of them."""
+    from agentrl.config.commands import COMMANDS
+    from agentrl.config.setting_names import settings_of
+
+    command = COMMANDS[name]
+    module, _, function = _place_of(name).partition(":")
+    agent = "" if name == "serve" else "AGENT "
+    description = inspect.getdoc(getattr(importlib.import_module(module), function)) or ""
+    for paragraph in (f"Usage: agentrl {name} {agent}[FLAGS]", *description.split("\n\n")):
+        console.print(" ".join(paragraph.split()) + "\n", markup=False, highlight=False)
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column(no_wrap=True, style="cyan", min_width=22)
+    table.add_column(overflow="fold")
+    known = {setting.name: setting for setting in settings_of(command)}
+    if agent:
+        table.add_row("AGENT", known["agent.entrypoint"].meaning)
+    for setting in map(known.__getitem__, known if everything else command.short_flags):
+        if setting.flags:
+            default = rf"\[{setting.default}] " if setting.default else ""
+            said = setting.meaning if everything else setting.meaning.partition(". ")[0]
+            meaning = default + said.rstrip(".").replace("[", r"\[") + "."
+            table.add_row(setting.flags[not everything], meaning)
+    for flag, meaning in _HELP_OF_FLAGS.items():
+        if flag != "--resume" or name == "train":
+            table.add_row(flag, meaning)
+    print_block(table)
 
 
 def main() -> None:
@@ -90,9 +118,7 @@ def main() -> None:
         if sys.platform == "win32":
             raise ValueError("agentrl runs on Linux and macOS. On Windows, run it in WSL.")
         if tokens and tokens[0] in _COMMANDS and {"-h", "--help", "--help-all"} & {*tokens}:
-            from agentrl.cli.help import print_help
-
-            print_help(tokens[0], everything="--help-all" in tokens)
+            _print_help(tokens[0], everything="--help-all" in tokens)
         else:
             _keep_secrets(tokens)
             app(tokens, exit_on_error=False, print_error=False)

@@ -9,15 +9,14 @@ from agentrl.cli import Tokens
 from agentrl.config.commands import SweepConfig
 from agentrl.config.errors import ConfigError
 from agentrl.config.loading import load, load_tasks, steps_of
-from agentrl.console.output import console, print_block, print_line
+from agentrl.console.output import print_line
 from agentrl.interrupts import end_in_order
 from agentrl.runner.agent_spec import validate_agent
 from agentrl.runs.folder import RunFolder
 from agentrl.runs.recorded import shown
-from agentrl.sweep.display import SweepDisplay, trials_table
 from agentrl.sweep.loop import Sweep
 from agentrl.sweep.space import read_space
-from agentrl.sweep.study import check_packages, open_study
+from agentrl.sweep.study import SweepResults, check_packages, figure_of, open_study
 
 
 def sweep_command(*tokens: Tokens) -> None:
@@ -27,7 +26,7 @@ def sweep_command(*tokens: Tokens) -> None:
     sweep that was ended, even by kill -9, goes on if it is started again with the same --name.
     """
     config = load(SweepConfig, tokens)
-    check_packages(config)
+    check_packages(config.sweep.sampler)
     space = read_space(config)
     if config.sweep.metric.startswith("eval/") and config.evaluation.tasks is None:
         raise ConfigError(
@@ -41,20 +40,17 @@ def sweep_command(*tokens: Tokens) -> None:
     if folder.config.exists():
         raise ConfigError(f"name: {shown(folder.root)} is a run; give the sweep another --name")
     folder.lock()
-    study = open_study(folder, config, space, steps)
+    study = open_study(folder, config, steps)
     again = ["agentrl", "sweep", *tokens, *([] if config.run.name else ["--name", name])]
     end_in_order(lambda: f"go on with:  {shlex.join(again)}", within_s=None)
     print_line((f"sweep folder {folder.root}", "dim"))
-    with SweepDisplay(console, config.sweep.metric) as display:
-        record = Sweep(folder, config, space, study, steps, display).run()
-    print_block(trials_table(record, record.ranked()))
-    if record.importance:
-        parts = [f"{name} {share:.0%}" for name, share in record.importance.items()]
-        print_line(f"importance: {', '.join(parts)}")
-    if record.best is None:
+    Sweep(folder, config, space, study, steps).run()
+    found = SweepResults(study, folder)
+    if found.best is None:
         raise RuntimeError("no trial is complete, so there is no best configuration")
-    from agentrl.ui.sweep_report import write_pictures
+    from agentrl.ui.sweep_files import write_pictures
 
-    for path in write_pictures(folder, record):
+    for path in write_pictures(folder, found):
         print_line(f"wrote {shown(path)}")
-    print_line("train the best:  ", (record.best_command, "bold cyan"))
+    print_line(f"best: trial {found.best.number}, {found.metric} {figure_of(found.best)}")
+    print_line("train it:  ", (found.best_command, "bold cyan"))

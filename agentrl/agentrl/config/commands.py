@@ -16,10 +16,9 @@ from pydantic import Field, model_validator
 from agentrl.config import checks, settings
 from agentrl.config.algorithm_options import AlgorithmSettings
 from agentrl.config.field_types import Count, HttpUrl, Positive, Store, Table
-from agentrl.config.guard_settings import GuardSettings, TrainEvaluationSettings
 from agentrl.config.setting_names import model_in
 from agentrl.config.settings import Adapters, AdapterSettings, OtherModels, OtherModelSettings
-from agentrl.config.sweep_settings import SweepSettings
+from agentrl.config.training_settings import GuardSettings, SweepSettings, TrainEvaluationSettings
 
 
 def _short(text: str) -> dict[str, tuple[str, ...]]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from agentrl.config.renamed_settings import RENAMED
-from agentrl.config.setting_names import nearest, setting_at, settings_of
+from agentrl.config.setting_names import RENAMED, nearest, setting_at, settings_of
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError

@@ -19,9 +19,8 @@ from agentrl.config.algorithm_options import table_of
 from agentrl.config.commands import COMMANDS, JoinConfig, ModelCommand, TrainConfig
 from agentrl.config.errors import ConfigError, explain, unknown_setting
 from agentrl.config.field_types import split_step
-from agentrl.config.renamed_settings import RENAMED
 from agentrl.config.secrets import store_url
-from agentrl.config.setting_names import flag_of, flattened, nearest, settings_of
+from agentrl.config.setting_names import RENAMED, flag_of, flattened, nearest, settings_of
 from agentrl_tracer.schemas import Json
 
 Config = TypeVar("Config", bound="ModelCommand | JoinConfig")

@@ -15,12 +15,12 @@ from rich.control import Control
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
-from rich.table import Table
 from rich.text import Text
 
-from agentrl.console.output import print_line, print_sentences
-from agentrl.console.report import facts, sparkline
-from agentrl.history.activity import Activity, activity_of
+from agentrl.console.output import plain, print_line, print_sentences
+from agentrl.console.report import calls_line
+from agentrl.console.tables import facts, sparkline
+from agentrl.history.overview import Activity, activity_of
 from agentrl.runs.excerpts import excerpt
 from agentrl.runs.metric_names import DIFFERENCE, REWARD
 from agentrl_tracer.schemas import Accounting, Attempt, Rollout
@@ -95,13 +95,9 @@ class TrainDisplay:
         self._progress.update(self._bar, total=steps, completed=done)
 
     def phase(
-        self,
-        name: str,
-        done: int | None = None,
-        total: int | None = None,
-        *,
+        self, name: str, done: int | None = None, total: int | None = None, *,
         ahead: Callable[[], tuple[int, int]] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Show what is going on now, and how far it is.
 
         ``ahead`` returns, of the rollouts of later steps, how many are finished, and of how many.
@@ -118,25 +114,27 @@ class TrainDisplay:
         self._rewards.append(float(row[REWARD]))  # NaN: nothing was rewarded
         self._progress.update(self._bar, completed=self._step, eta=f"ETA {self._eta()}")
         self._print(
-            f"step {self._step:>3}/{self._steps}  reward {_signed(row[REWARD])}  "
-            f"held-out {self._accuracy()}  {row['tokens_per_second']:.0f} tok/s  "
-            f"calls {_calls(accounting)}  Δlogprob {row[DIFFERENCE]:.1e}"
-            f"{'  '.join(['', *self._asynchronous()])}  ETA {self._eta()}"
+            f"step {self._step:>3}/{self._steps}",
+            f"reward {_signed(row[REWARD])}",
+            f"held-out {self._accuracy()}",
+            f"{row['tokens_per_second']:.0f} tok/s",
+            f"calls {calls_line(accounting)}",
+            f"Δlogprob {row[DIFFERENCE]:.1e}",
+            *self._asynchronous(),
+            f"ETA {self._eta()}",
         )
 
     def evaluated(self, step: int, accuracy: float) -> None:
         self._held_out.append(accuracy)
-        self._print(f"step {step:>3}/{self._steps}  held-out accuracy {accuracy:.1%}")
+        self._print(f"step {step:>3}/{self._steps}", f"held-out accuracy {accuracy:.1%}")
 
     def note(self, message: str) -> None:
         """Show something that went wrong and was dealt with, above the panel."""
-        # It may quote an agent's error, whose control characters the terminal would obey.
-        plain = "".join(one if one.isprintable() or one == "\n" else "\ufffd" for one in message)
-        print_sentences(f"note: {plain}", "yellow", self._console)
+        print_sentences(f"note: {plain(message)}", "yellow", self._console)  # it may quote an agent
 
-    def _print(self, line: str) -> None:
+    def _print(self, *parts: str) -> None:
         if not self._console.is_interactive:
-            print_line(line, to=self._console)
+            print_line("  ".join(parts), to=self._console)
 
     def _asynchronous(self) -> list[str]:
         """Say how stale the trained rollouts were; empty if the run is synchronous."""
@@ -163,32 +161,17 @@ class TrainDisplay:
             # The terminal has wrapped the panel anew: its old lines are not where they were.
             self._size = size
             self._console.control(Control.clear(), Control.home())
-        ahead = ""
+        phase = [(self._phase, "bold cyan")]
         if self._ahead is not None:
-            done, total = self._ahead()
-            ahead = f"   rollouts of the next steps {done}/{total}"
-        running = f"   {self._activity.running} running" if self._activity.running else ""
-        elapsed = f"   {_duration(time.perf_counter() - self._started)} elapsed"
-        phase = Text.assemble(
-            (self._phase, "bold cyan"), (ahead + running, "cyan"), (elapsed, "dim")
-        )
-        figures, books = facts(self._figures()), facts(self._books())
-        # What is longest comes last: a low terminal cuts it off.
-        parts = Group(self._progress, phase, figures, self._last_failures(), books)
+            phase.append(("   rollouts of the next steps {}/{}".format(*self._ahead()), "cyan"))
+        if running := self._activity.running:
+            phase.append((f"   {running} running", "cyan"))
+        phase.append((f"   {_duration(time.perf_counter() - self._started)} elapsed", "dim"))
+        parts = Group(self._progress, Text.assemble(*phase), facts(self._facts()))
         return Panel(parts, title=f"[b]{self._title}[/]", title_align="left", border_style="blue")
 
-    def _last_failures(self) -> Table:
-        """One line each, the newest first."""
-        table = Table.grid(padding=(0, 2), expand=True)
-        table.add_column(style="dim", no_wrap=True)
-        table.add_column(no_wrap=True)
-        table.add_column(no_wrap=True, ratio=1)
-        for rollout, attempt in list(self._failures.values())[: -_FAILURES - 1 : -1]:
-            error = excerpt((attempt.error or "").strip().rpartition("\n")[2]) or attempt.state
-            table.add_row(f"failed, step {rollout.step}", rollout.id, Text(error, "red"))
-        return table
-
-    def _figures(self) -> Iterator[tuple[str, Text | str]]:
+    def _facts(self) -> Iterator[tuple[str, Text | str]]:
+        """Yield what the panel says, the longest last: a low terminal cuts it off."""
         reward = _signed(self._rewards[-1]) if self._rewards else "–"
         for name, value, curve, color in (
             ("mean reward", reward, self._rewards, "green"),
@@ -202,20 +185,19 @@ class TrainDisplay:
         if beside := self._asynchronous():
             yield "rollouts", "  ".join(beside)
         if since := self._activity.longest_since:
-            task = f"{_duration(time.time() - since)}  {self._activity.longest_task}"
-            yield "longest running", Text(task, no_wrap=True, overflow="ellipsis")
+            yield (
+                "longest running",
+                _line(_duration(time.time() - since), self._activity.longest_task),
+            )
+        for rollout, attempt in list(self._failures.values())[: -_FAILURES - 1 : -1]:
+            error = excerpt((attempt.error or "").strip().rpartition("\n")[2]) or attempt.state
+            yield f"failed, step {rollout.step}", _line(rollout.id, error, "red")
+        if self._accounting:
+            yield "calls", calls_line(self._accounting)
 
-    def _books(self) -> Iterator[tuple[str, Text]]:
-        if a := self._accounting:
-            yield "calls", Text(_calls(a), "" if a.adds_up else "bold red")
 
-
-def _calls(a: Accounting) -> str:
-    skipped = sorted(a.skipped.items(), key=lambda item: -item[1])
-    parts = [f"{a.trained} trained", *(f"{count} {reason}" for reason, count in skipped)]
-    parts += [f"{a.pending} pending"] if a.pending else []
-    sums = f"{a.proxied} proxied = {a.recorded} recorded = {' + '.join(parts)}"
-    return f"{sums} {'✓' if a.adds_up else '✗ DOES NOT ADD UP'}"
+def _line(what: str, said: str, style: str = "") -> Text:
+    return Text.assemble(what, "  ", (said, style), no_wrap=True, overflow="ellipsis")
 
 
 def _signed(value: float) -> str:

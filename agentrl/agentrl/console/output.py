@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sys
 import textwrap
+from dataclasses import asdict, is_dataclass
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -19,6 +21,7 @@ from rich.text import Text
 from agentrl.runs.folder import strict
 
 _UNLIMITED = 100_000
+_ESCAPES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\].*?(\x07|\x1b\\)|[@-Z\\-_])")
 
 
 def _console(*, to_stderr: bool = False) -> Console:
@@ -35,9 +38,16 @@ Part = str | tuple[str, str]
 """A text, or a text and its style."""
 
 
+def plain(text: str) -> str:
+    """Return what an agent wrote without what a terminal would obey."""
+    shown = _ESCAPES.sub("", text)
+    return "".join(one if one.isprintable() or one in "\n\t" else "\ufffd" for one in shown)
+
+
 def whole(*parts: Part) -> Text:
     """Join texts to lines that ``print_block`` leaves whole, whatever the terminal's width."""
-    return Text.assemble(*parts, no_wrap=True, overflow="ignore")
+    known = [(plain(one), "") if isinstance(one, str) else (plain(one[0]), one[1]) for one in parts]
+    return Text.assemble(*known, no_wrap=True, overflow="ignore")
 
 
 def print_line(*parts: Part, to: Console = console) -> None:
@@ -57,6 +67,7 @@ def print_block(what: RenderableType, to: Console = console) -> None:
 
 def print_json(value: Any) -> None:
     """Print a value as one line of JSON; numbers that JSON does not have are null."""
+    value = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
     try:
         sys.stdout.write(json.dumps(strict(value), ensure_ascii=False, default=str) + "\n")
     except BrokenPipeError:  # the reader, such as head, has enough

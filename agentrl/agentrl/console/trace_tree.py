@@ -1,7 +1,7 @@
 """A rollout for the terminal: a tree of attempts, spans, calls and rewards; errors and outputs.
 
-``agentrl.history.trace`` builds the tree. Errors and outputs are below it: their lines, which may
-be a traceback's, are not wrapped.
+``agentrl.history.rollout.trace`` has the tree. Errors and outputs are below it: their lines, which
+may be a traceback's, are not wrapped.
 """
 
 from __future__ import annotations
@@ -14,145 +14,71 @@ from rich.text import Text
 from rich.tree import Tree
 
 from agentrl.console.output import whole
-from agentrl.history.trace import (
-    AttemptTrace,
-    Node,
-    Record,
-    attempt_traces,
-    attributes_of,
-    exceptions_of,
-    note_of,
-    verdict_of,
-)
-from agentrl.runs.excerpts import answer_excerpt, excerpt, prompt_excerpt
-from agentrl_tracer.schemas import Attempt, AttemptState, Call, CallState, Reward, Rollout, Span
+from agentrl.history.rollout.conversation import answer_excerpt, prompt_excerpt
+from agentrl.history.rollout.trace import Node, log_end, read_trace
+from agentrl.runs.excerpts import excerpt
+from agentrl_tracer.schemas import Attempt, Call, Rollout
 from agentrl_tracer.store import Store
 
 _LOG_LINES = 20
 _STATE_STYLE = {"succeeded": "green", "running": "cyan", "queued": "cyan"}
+_STYLES = {f"state {name}": style for name, style in _STATE_STYLE.items()} | {
+    "attempt": "bold", "span": "cyan", "note": "bold cyan", "call": "bold magenta",
+    "reward": "bold green", "earned": "green", "busy": "yellow",
+    "fault": "red", "faint": "dim", "": "",
+}  # fmt: skip
+"""By a node's kind, or by how one of its details looks; other states are red."""
 
 
 def rollout_trace(store: Store, rollout: Rollout) -> Group:
     """Return everything that is recorded of one rollout, for ``print_block``."""
-    traces = attempt_traces(store, rollout)
-    told = any(trace.attempt.error for trace in traces)
-    head = _line(
-        ("rollout ", "bold"),
-        (rollout.id, ""),
-        (f"  {rollout.state}", _STATE_STYLE.get(rollout.state, "red")),
-        (f"  {excerpt(rollout.reason)}", "red") if rollout.reason and not told else None,
-    )
+    trace = read_trace(store, rollout)
+    head = Text.assemble(("rollout ", "bold"), rollout.id)
+    head.append(f"  {rollout.state}", _STATE_STYLE.get(rollout.state, "red"))
+    if rollout.reason and not any(attempt.error for attempt in trace.attempts):
+        head.append(f"  {excerpt(rollout.reason)}", "red")
     tree = Tree(head, guide_style="dim")
-    for trace in traces:
-        won = trace.attempt.id == rollout.winner
-        _draw(tree.add(_attempt_line(trace, won=won)), trace.tree)
-    return Group(tree, *(line for trace in traces for line in _output(trace.attempt)))
+    for root in trace.roots:
+        branches = [tree]  # to the node that is being drawn
+        for depth, node in root.walk():
+            branches[depth + 1 :] = [branches[depth].add(_line(node))]
+            for line in _below(node):
+                branches[-1].add(line)
+    return Group(tree, *(line for attempt in trace.attempts for line in _output(attempt)))
 
 
-def _line(*parts: tuple[str, str] | None) -> Text:
-    """Join texts with their styles; None is left out."""
-    return Text.assemble(*filter(None, parts))
-
-
-def _seconds(start: float, end: float | None) -> tuple[str, str] | None:
-    return None if end is None else (f"  {end - start:.{2 if end - start < 10 else 0}f} s", "dim")
-
-
-def _attempt_line(trace: AttemptTrace, *, won: bool) -> Text:
-    attempt, calls, rewards = trace.attempt, trace.calls, trace.rewards
-    read, sampled = trace.tokens
-    earned = None
-    if rewards:
-        earned = f"  reward {sum(r.value for r in rewards):+g}", "green" if won else "dim"
-    elif attempt.state is AttemptState.SUCCEEDED:
-        earned = "  no reward", "yellow"
-    return _line(
-        (f"attempt {attempt.number}", "bold"),
-        (f"  {attempt.state}", _STATE_STYLE.get(attempt.state, "red")),
-        _seconds(attempt.started_at, attempt.ended_at),
-        (f"  {len(calls)} calls, {read} + {sampled} tokens", "dim") if calls else None,
-        earned,
-    )
-
-
-def _draw(under: Tree, node: Node) -> None:
-    for child in node.children:
-        head, *lines = _lines(child.record)
-        below = under.add(head)
-        for line in lines:
-            below.add(line)
-        _draw(below, child)
-
-
-def _lines(record: Record) -> list[Text]:
-    match record:
-        case Span():
-            return [_span_line(record)]
-        case Call():
-            return _call_lines(record)
-        case Reward():
-            return [_reward_line(record)]
-        case Attempt():
-            raise TypeError("an attempt is a root")
-
-
-def _span_line(span: Span) -> Text:
-    if note := note_of(span):
-        return _line(("note ", "bold cyan"), (note[0], "cyan"), (f"  {note[1]}", ""))
-    line = _line((span.name, "cyan"), _seconds(span.start_ns / 1e9, span.end_ns / 1e9))
-    for name, value in attributes_of(span):
-        line.append(f"  {name}=", "dim")
-        line.append(value)
-    if span.status == "error":
-        line.append("  error", "bold red")
-    for what in exceptions_of(span):
-        line.append(f"  {what}", "red")
+def _line(node: Node) -> Text:
+    line = Text.assemble((node.title, _STYLES[node.kind]))
+    for text, look in node.details:
+        line.append(f"  {text}", _STYLES.get(look, "red"))
+    if node.seconds is not None:
+        digits = 2 if node.seconds < 10 else 0
+        line.append(f"  {node.seconds:.{digits}f} s", "dim")
     return line
 
 
-def _tokens(call: Call) -> str:
-    return "tokens not reported" if call.tokens is None else "{} + {} tokens".format(*call.tokens)
-
-
-def _call_lines(call: Call) -> list[Text]:
-    verdict = verdict_of(call)
-    head = _line(
-        ("call ", "bold magenta"),
-        (call.model, "magenta"),
-        (f" = {call.adapter}@{call.adapter_version}", "magenta") if call.adapter else None,
-        (f"  by {call.agent}", "") if call.agent else None,
-        (f"  {_tokens(call)}", "dim"),
-        _seconds(call.started_at, call.ended_at),
-        (f"  {call.finish_reason}", "dim") if call.finish_reason else None,
-        (f"  {call.state}", "red") if call.state is not CallState.COMPLETED else None,
-        (f"  {verdict}", "yellow" if call.skip_reason else "green") if verdict else None,
-    )
-    lines = [head, _line(("asked  ", "dim"), (prompt_excerpt(call.request), ""))]
-    if call.response is not None:
-        lines.append(_line(("answer ", "dim"), (answer_excerpt(call.response), "")))
-    return [*lines, Text(excerpt(call.error), "red")] if call.error else lines
-
-
-def _reward_line(reward: Reward) -> Text:
-    return _line(
-        (f"reward {reward.value:+g}", "bold green"),
-        (f"  {reward.name}", "") if reward.name != "reward" else None,
-        (f"  {excerpt(reward.explanation)}", "dim") if reward.explanation else None,
-    )
+def _below(node: Node) -> Iterator[Text]:
+    """Yield what a call asked and answered, a line each."""
+    call = node.record
+    if isinstance(call, Call):
+        yield Text.assemble(("asked  ", "dim"), prompt_excerpt(call.request))
+        if call.response is not None:
+            yield Text.assemble(("answer ", "dim"), answer_excerpt(call.response))
+        if call.error:
+            yield Text(excerpt(call.error), "red")
 
 
 def _output(attempt: Attempt) -> Iterator[Text]:
-    """Return the error, unless the output ends with it, and the end of the output."""
-    output, log, of = "", attempt.log, f"of attempt {attempt.number}"
-    if log is not None:
+    """Yield the error, unless the output ends with it, and the end of the output."""
+    of, lines = f"of attempt {attempt.number}", list[str]()
+    if attempt.log is not None:
         try:
-            output = Path(log).read_text(errors="replace")
+            lines, _ = log_end(Path(attempt.log))
         except OSError as error:  # of another machine's runner, or deleted
-            output = f"not here: {error.strerror}"
-    if attempt.error and attempt.error not in output:
+            lines = [f"not here: {error.strerror}"]
+    if attempt.error and attempt.error not in "\n".join(lines):
         yield whole((f"error {of}\n", "bold red"), (attempt.error, "red"))
-    if log is not None:
-        lines = output.splitlines()
-        cut = f", the last {_LOG_LINES} of {len(lines)} lines" if len(lines) > _LOG_LINES else ""
+    if attempt.log is not None:
+        cut = f", the last {_LOG_LINES} lines" if len(lines) > _LOG_LINES else ""
         ends = [f"\n{line}" for line in lines[-_LOG_LINES:]]
-        yield whole((f"output {of}{cut}", "bold"), (f"  {log}", "dim"), *ends)
+        yield whole((f"output {of}{cut}", "bold"), (f"  {attempt.log}", "dim"), *ends)

@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,13 +19,16 @@ from agentrl.config.secrets import secret_variables
 from agentrl.gateway.process import CANNOT_START, GatewayPlan, run_gateway
 from agentrl.process_privacy import environment_without
 from agentrl.supervisor import SupervisedProcess, end_with_parent
-from agentrl.timing import heavy_imports
+from agentrl.timing import Waiting, heavy_imports
 from agentrl_proxy.server.listening import http_url
+from agentrl_tracer.schemas import Json
 from agentrl_trainer.names import SMOLLM2
 
 _HOPELESS_DEATHS = 5  # in a row, after which ``watch`` gives up
 _LIVED_S = 30.0  # of health, after which earlier deaths are forgotten
 _WATCH_S = 0.1
+_READY_TIMEOUT_S = 600.0  # a large model takes minutes to load
+_POLL_S = 0.03
 _STOP_S = 5.0  # to stop the sampler and write the last rows, beyond the grace for answers
 
 
@@ -91,6 +95,45 @@ class GatewayHandle(SupervisedProcess):
             return self._client.get("/healthz", timeout=2.0).raise_for_status().json()
         return None
 
+    def wait_ready(self, on_wait: Callable[[str], object]) -> dict[str, Any]:
+        """Wait until the process is up, and return its health.
+
+        Args:
+            on_wait: receives, now and then, what is starting.
+
+        Raises:
+            RuntimeError: it cannot start, keeps dying or takes too long; quotes the end of the log.
+        """
+        waiting = Waiting(on_wait)
+        limit = _READY_TIMEOUT_S + (self._plan.vllm_wait or 0)
+        while (health := self.health()) is None:
+            killed = (self.last_code or 0) < 0  # from outside, which starting again may outlive
+            tries = 10 if killed else 3
+            if self.could_not_start or self.deaths >= tries or waiting.seconds > limit:
+                # Its reason comes last, after warnings and retries of what it loads.
+                said, begins, why = self.log_tail().rpartition("the gateway cannot start: ")
+                raise RuntimeError(
+                    f"{begins}{why}\nits log: {self.log}"
+                    if begins
+                    else f"the gateway does not start (exit code {self.last_code}); the end of "
+                    f"{self.log}:\n{said}{why}"
+                )
+            waiting.still(
+                lambda: f"the gateway is starting ({waiting.seconds:.0f} s) {self.log_tail(1)}"
+            )
+            time.sleep(_POLL_S)
+        return health
+
+    def ask(self, path: str, body: Json, headers: Mapping[str, str], timeout_s: float) -> None:
+        """Send a model a request, for its record.
+
+        Raises:
+            RuntimeError: the gateway refuses it; the message says why.
+        """
+        answer = self._client.post(path, json=body, headers=headers, timeout=timeout_s)
+        if not answer.is_success:
+            raise RuntimeError(_why_refused(answer))
+
     def try_load_adapter(self, name: str, version: int, path: str) -> tuple[str, bool] | None:
         """Have the gateway answer with an adapter version from now on.
 
@@ -101,13 +144,7 @@ class GatewayHandle(SupervisedProcess):
             answer = self._client.post("/admin/adapters", json=adapter)
         except httpx.HTTPError as error:
             return f"{type(error).__name__}: {error}", False
-        if answer.is_success:
-            return None
-        try:
-            said = str(answer.json()["error"]["message"])
-        except (ValueError, KeyError, TypeError):
-            said = answer.text
-        return said, answer.is_client_error
+        return None if answer.is_success else (_why_refused(answer), answer.is_client_error)
 
     def drop_prefixes(self) -> None:
         """Free memory of the sampler that no call needs until the next version; best effort."""
@@ -141,6 +178,13 @@ class GatewayHandle(SupervisedProcess):
         super().stop()
         self._client.close()
         self._socket.close()
+
+
+def _why_refused(answer: httpx.Response) -> str:
+    try:
+        return str(answer.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"the gateway answered {answer.status_code}: {answer.text[:500]}"
 
 
 def _may_fork() -> bool:

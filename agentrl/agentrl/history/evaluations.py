@@ -1,4 +1,4 @@
-"""The evaluations of a run: success by step, by task and by field of the tasks, and what flipped.
+"""Evaluations: success by step, by task and by field of the tasks, what flipped, and runs compared.
 
 A rollout is a success if its reward is at least ``evaluation.success_reward`` of the run's
 configuration; one without a reward is none. Pages read the run's index, which may still be filled;
@@ -7,15 +7,18 @@ commands read the store.
 
 from __future__ import annotations
 
+import json
 import math
-from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from statistics import fmean
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+
 from agentrl.config.setting_names import flattened, recorded
+from agentrl.history.index import task_index
 from agentrl.history.sources import OpenRun
 from agentrl.runs.statistics import Estimate, paired_p_value, pass_estimates, task_interval
 from agentrl_tracer.schemas import Json, Purpose, RolloutState
@@ -26,10 +29,13 @@ _MOST_VALUES = 20
 """Different values of a field that are shown one by one; more numbers are shown in quarters."""
 SMALL = 2_000
 """Rollouts of a run whose evaluations pages read from its store until they are indexed."""
+_OF_THE_PLACE = ("run.name", "run.folder", "gateway.url", "gateway.port")
+"""Settings in which all runs differ."""
 _OUTCOMES = """
-SELECT step, task, coalesce(sum(reward >= ?), 0) AS successes, count(*) AS samples, min(id)
-FROM rollout WHERE purpose = 'eval' AND final = 1 AND status != 'cancelled'
-GROUP BY step, task ORDER BY step, task
+SELECT step, task, coalesce(sum(reward >= ?), 0), count(*), min(id)
+FROM rollout INDEXED BY evaluated
+WHERE purpose = 'eval' AND final = 1 AND status != 'cancelled'
+GROUP BY step, task
 """
 
 
@@ -65,8 +71,7 @@ class Flip(NamedTuple):
     after: Outcome
 
 
-@dataclass(frozen=True)
-class Paired:
+class Paired(NamedTuple):
     """Two evaluations on the tasks that both have."""
 
     tasks: int
@@ -84,7 +89,7 @@ class Paired:
 
 def known_outcomes(run: OpenRun) -> dict[int, Outcomes]:
     """Return the evaluations by step: of the index, or of the store while it is small to read."""
-    held, there = run.index.progress(run.store, run.id)
+    held, there = run.index.progress()
     return stored_outcomes(run) if held < there <= SMALL else indexed_outcomes(run)
 
 
@@ -104,7 +109,7 @@ def stored_outcomes(run: OpenRun) -> dict[int, Outcomes]:
     earned = rollout_rewards(ended, run.store.rewards([one.id for one in ended]))
     threshold, found = success_reward(run), dict[int, Outcomes]()
     for one in sorted(ended, key=lambda rollout: (rollout.step, rollout.id)):
-        task, reward = int(one.task_id.rpartition("-")[2]), earned[one.id]
+        task, reward = task_index(one), earned[one.id]
         of_step = found.setdefault(one.step, {})
         _, successes, samples, first = of_step.get(task, (task, 0, 0, one.id))
         successes += reward is not None and reward >= threshold
@@ -165,12 +170,8 @@ def fields(tasks: Sequence[Json]) -> list[str]:
     for task in tasks:
         for name, value in _scalars(task).items():
             values[name].append(value)
-    divided = {name: len(set(_labels(given).values())) for name, given in values.items()}
-    return [
-        name
-        for name, groups in divided.items()
-        if 1 < groups <= _MOST_VALUES and groups < len(values[name])
-    ]
+    groups = {name: len({*_labels(given).values()}) for name, given in values.items()}
+    return [name for name, n in groups.items() if 1 < n <= _MOST_VALUES and n < len(values[name])]
 
 
 def by_field(tasks: Sequence[Json], found: Outcomes, field: str) -> dict[str, Outcomes]:
@@ -195,6 +196,67 @@ def _labels(values: Iterable[Any]) -> dict[Any, str]:
     known = sorted(given) if numbers else sorted(given, key=str)
     if len(known) <= _MOST_VALUES or not numbers:
         return {value: str(value) for value in known}
-    size = math.ceil(len(known) / 4)
-    quarters = [known[at : at + size] for at in range(0, len(known), size)]
-    return {value: f"{part[0]:g} to {part[-1]:g}" for part in quarters for value in part}
+    quarters = np.array_split(np.array(known), 4)
+    return {value: f"{part[0]:g} to {part[-1]:g}" for part in quarters for value in part.tolist()}
+
+
+# ---- several runs
+
+
+class HeldOut(NamedTuple):
+    """A run's newest evaluation, and how it compares with the first run's on the same tasks."""
+
+    run: OpenRun
+    step: int
+    tasks: int
+    success: Estimate
+    against_first: Paired | None
+    """None for the first run, and without a task whose data both have."""
+
+
+def differences(runs: Sequence[OpenRun]) -> dict[str, list[Any]]:
+    """Return the settings that are not equal in all runs, with each run's value; None if unset.
+
+    Runs of several kinds, such as train and eval, are compared in the settings that all have.
+    """
+    settings = [flattened(run.row["config"]) for run in runs]
+    names = dict.fromkeys(name for each in settings for name in each)
+    if len({run.row["kind"] for run in runs}) > 1:
+        names = [name for name in names if all(name in each for each in settings)]
+    values = {name: [each.get(name) for each in settings] for name in names}
+    return {
+        name: given
+        for name, given in values.items()
+        if name not in _OF_THE_PLACE and any(value != given[0] for value in given)
+    }
+
+
+def held_out(
+    runs: Sequence[OpenRun], read: Callable[[OpenRun], dict[int, Outcomes]]
+) -> list[HeldOut | None]:
+    """Return the newest evaluation of each run; None without one.
+
+    Args:
+        read: ``known_outcomes`` or ``stored_outcomes``.
+    """
+    rows: list[HeldOut | None] = []
+    first: dict[tuple[str, int], Outcome] | None = None
+    for run in runs:
+        step, found = max(read(run).items(), default=(0, Outcomes()))
+        own = _by_data(run, found)
+        paired = pair(first, own) if first is not None else None
+        first = own if first is None else first
+        rows.append(HeldOut(run, step, len(found), success(found), paired) if found else None)
+    return rows
+
+
+def _by_data(run: OpenRun, found: Outcomes) -> dict[tuple[str, int], Outcome]:
+    """Return outcomes by the task's data as text, and its place among tasks with equal data."""
+    seen = Counter[str]()
+    outcomes: dict[tuple[str, int], Outcome] = {}
+    for at, task in enumerate(evaluated_tasks(run)):
+        text = json.dumps(task, sort_keys=True)
+        if at in found:
+            outcomes[text, seen[text]] = found[at]
+        seen[text] += 1
+    return outcomes

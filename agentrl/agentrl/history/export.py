@@ -1,42 +1,39 @@
-"""Export the rollouts of a run: whole, as chats to imitate, or as pairs to prefer between."""
+"""Export the rollouts of a run: whole, as chats to imitate, or as pairs to prefer between.
+
+``where`` of each function selects the rollouts; ConfigError says what is wrong with it.
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
+from itertools import groupby, islice, takewhile
+from pathlib import Path
 from typing import Any
 
-from agentrl.history.conversation import answered, asked, shown_before
-from agentrl.history.evaluations import success_reward
+from agentrl.config.errors import ConfigError
+from agentrl.history.evaluations import split_of, success_reward
+from agentrl.history.index import COLUMNS
+from agentrl.history.rollout.conversation import asked, shown_before
 from agentrl.history.rollout_table import Query, Row, find_rollouts
 from agentrl.history.sources import OpenRun
 from agentrl_proxy.protocols.conversion import chat_of_messages, chat_of_response
-from agentrl_tracer.schemas import Call, CallState, Json
+from agentrl_tracer.schemas import Call, CallState, Json, Purpose
 from agentrl_trainer.data.rewards import by_rollout
 
 _BATCH = 100  # rollouts whose calls are in memory
 
 
 def rollout_records(run: OpenRun, where: str) -> Iterator[Json]:
-    """Yield the rollouts that match with their task and all their calls, in order of time.
-
-    Raises:
-        ConfigError: ``where`` is wrong. So do the other functions here.
-    """
-    tasks: dict[str, list[Json]] = {}
-    splits = {row["id"]: row for row in _rows(run, where)}
-    for batch in _batches(list(splits.values())):
-        ids = [row["id"] for row in batch]
-        task_ids = {one.id: one.task_id for one in run.store.rollouts(run.id, ids=ids)}
-        calls = by_rollout(run.store.calls(rollout_ids=ids))
+    """Yield the rollouts that match with their task and all their calls, in order of time."""
+    splits = {Purpose.TRAIN: "train", Purpose.EVAL: split_of(run)}
+    tasks = {purpose: run.store.tasks(run.id, split) for purpose, split in splits.items()}
+    for batch in _batches(_rows(run, where)):
+        calls = by_rollout(run.store.calls(rollout_ids=[row["id"] for row in batch]))
         for row in batch:
-            split = task_ids[row["id"]].split("-", 1)[1].rpartition("-")[0]
-            known = tasks.setdefault(split, run.store.tasks(run.id, split))
-            yield row.values | {
-                "rewards": row.rewards,
-                "split": split,
-                "data": known[row["task"]],
+            yield row | {
+                "data": tasks[Purpose(row["purpose"])][row["task"]],
                 "calls": [asdict(call) for call in calls[row["id"]]],
             }
 
@@ -46,13 +43,10 @@ def chat_records(run: OpenRun, where: str) -> Iterator[Json]:
 
     Those of evaluations are left out unless ``where`` says something of ``purpose``.
     """
-    threshold = success_reward(run)
-    rows = _rows(run, _trained(run, where))
-    rows = [row for row in rows if row["reward"] is not None and row["reward"] >= threshold]
+    rows = _rows(run, where, _trained(run, where), f"reward >= {success_reward(run)}")
     for batch in _batches(rows):
-        chats = _chats(run, [row["id"] for row in batch])
-        for row in batch:
-            yield from chats[row["id"]]
+        for chats in _chats(run, batch).values():
+            yield from chats
 
 
 def pair_records(run: OpenRun, where: str) -> Iterator[Json]:
@@ -61,20 +55,16 @@ def pair_records(run: OpenRun, where: str) -> Iterator[Json]:
     The prompt is what both conversations begin with. Groups with equal rewards have no pair.
     Evaluations are left out as by ``chat_records``.
     """
-    groups: defaultdict[str, list[Row]] = defaultdict(list)
-    for row in _rows(run, _trained(run, where)):
-        if row["reward"] is not None:
-            groups[row["group"]].append(row)
-    ends = [(max(each, key=_reward), min(each, key=_reward)) for each in groups.values()]
-    pairs = [(best, worst) for best, worst in ends if _reward(best) > _reward(worst)]
-    for batch in _batches(pairs):
-        chats = _chats(run, [row["id"] for pair in batch for row in pair])
-        for best, worst in batch:
+    rows = _rows(run, where, _trained(run, where), "reward is not None", sort="group")
+    for _, group in groupby(rows, key=lambda row: row["group"]):
+        members = sorted(group, key=lambda row: row["reward"])
+        worst, best = members[0], members[-1]
+        if best["reward"] > worst["reward"]:
+            chats = _chats(run, [best, worst])
             chosen, rejected = (_longest(chats[one["id"]]) for one in (best, worst))
-            shared = next(
-                (at for at, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), 0
-            )
-            if shared:
+            both = takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))
+            shared = len(list(both))
+            if 0 < shared < min(len(chosen), len(rejected)):
                 yield {
                     "prompt": chosen[:shared],
                     "chosen": chosen[shared:],
@@ -85,32 +75,28 @@ def pair_records(run: OpenRun, where: str) -> Iterator[Json]:
                 }
 
 
-def _rows(run: OpenRun, where: str) -> list[Row]:
-    return find_rollouts(run.index, Query(where, sort="id", limit=-1)).rows
+def _rows(run: OpenRun, *conditions: str, sort: str = "id") -> list[Row]:
+    """Return the rollouts that meet all conditions; empty ones are left out."""
+    where = " and ".join(f"({one})" for one in conditions if one.strip())
+    return find_rollouts(run.index, Query(where, sort=sort, limit=-1)).rows
 
 
 def _trained(run: OpenRun, where: str) -> str:
     """Leave out the evaluations of a training: their tasks are held out."""
-    if run.row["kind"] != "train" or "purpose" in where:
-        return where
-    return f'purpose == "train" and ({where})' if where.strip() else 'purpose == "train"'
+    return "" if run.row["kind"] != "train" or "purpose" in where else 'purpose == "train"'
 
 
-def _reward(row: Row) -> float:
-    return row["reward"]
+def _batches(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
+    for at in range(0, len(rows), _BATCH):
+        yield rows[at : at + _BATCH]
 
 
-def _longest(chats: Sequence[Json]) -> list[Json]:
-    return max((chat["messages"] for chat in chats), key=len, default=[])
+# ---- chats
 
 
-def _batches(items: Sequence[Any]) -> Iterator[Sequence[Any]]:
-    for at in range(0, len(items), _BATCH):
-        yield items[at : at + _BATCH]
-
-
-def _chats(run: OpenRun, ids: Sequence[str]) -> dict[str, list[Json]]:
+def _chats(run: OpenRun, rows: Sequence[Row]) -> dict[str, list[Json]]:
     """Return the conversations of each rollout's winning attempt, as they ended."""
+    ids = [row["id"] for row in rows]
     winners = [one.winner for one in run.store.rollouts(run.id, ids=ids) if one.winner]
     calls = by_rollout(run.store.calls(attempt_ids=winners))
     return {one: _conversations(calls[one]) for one in ids}
@@ -119,18 +105,16 @@ def _chats(run: OpenRun, ids: Sequence[str]) -> dict[str, list[Json]]:
 def _conversations(calls: Sequence[Call]) -> list[Json]:
     """Return a chat for each call that no later one continues."""
     done = [call for call in calls if call.state is CallState.COMPLETED]
-    questions = [asked(call.request) for call in done]
-    chats: list[Json] = []
-    for at, call in enumerate(done):
-        answer = answered(call)
-        whole = [*questions[at], *([answer] if answer else [])]
-        later = questions[at + 1 :]
-        if shown_before(whole, later) < len(whole) and (chat := _chat(call)):
-            chats.append(chat)
-    return chats
+    chats = [chat for call in done if (chat := chat_of(call))]
+    said = [asked(chat) for chat in chats]
+    return [
+        chat
+        for at, chat in enumerate(chats)
+        if shown_before(said[at], said[at + 1 :]) < len(said[at])
+    ]
 
 
-def _chat(call: Call) -> Json | None:
+def chat_of(call: Call) -> Json | None:
     """Return a call as a chat; None for completions, and for what only a provider understands."""
     convert = {"resp_": chat_of_response, "msg_": chat_of_messages}
     prefix = call.response_id.partition("_")[0] + "_"
@@ -141,3 +125,37 @@ def _chat(call: Call) -> Json | None:
     except (KeyError, IndexError, TypeError, ValueError, AttributeError):
         return None
     return {"messages": messages} | ({"tools": request["tools"]} if request.get("tools") else {})
+
+
+def _longest(chats: Sequence[Json]) -> list[Json]:
+    return max((chat["messages"] for chat in chats), key=len, default=[])
+
+
+# ---- Parquet
+
+
+def write_parquet(records: Iterable[Json], path: Path | None) -> int:
+    """Write rollouts as a table, with what has no column type of its own as JSON; count them."""
+    if path is None:
+        raise ConfigError("output: parquet needs a file, for instance --output rollouts.parquet")
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as parquet
+    except ImportError as error:
+        raise ConfigError("format: parquet needs pyarrow: pip install pyarrow") from error
+    kinds: dict[str, Any] = {"TEXT": pa.string(), "INTEGER": pa.int64(), "REAL": pa.float64()}
+    columns = {name: kinds[kind.split()[0]] for name, kind in COLUMNS.items()}
+    schema = pa.schema(columns | dict.fromkeys(("data", "calls"), pa.string()))
+    written, waiting = 0, map(_as_texts, records)
+    with parquet.ParquetWriter(str(path), schema) as writer:
+        while batch := list(islice(waiting, _BATCH)):
+            writer.write_table(pa.Table.from_pylist(batch, schema=schema))
+            written += len(batch)
+    return written
+
+
+def _as_texts(record: Json) -> Json:
+    return {
+        name: json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else value
+        for name, value in record.items()
+    }

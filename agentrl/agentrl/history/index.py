@@ -1,150 +1,255 @@
-"""Index a run's rollouts in a file of its own beside the run: a summary of each, and its texts.
+"""Index a store in a file of its own: a summary of each rollout, and the words of its calls.
 
 A store is laid out for recording. Sorting 100,000 rollouts by reward, or searching the messages of
-a million calls, needs sums and words that it does not keep. ``RolloutIndex`` holds them in
-``view.db``; ``fill`` brings it up to date in small steps. It can be deleted at any time.
+a million calls, needs sums and words that it does not keep. ``fill`` takes them in by small steps.
+An index can be deleted at any time; that of a PostgreSQL store is a file of this machine, too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Collection, Sequence
+import sqlite3
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from agentrl.history.index_file import IndexFile
-from agentrl.runs.excerpts import answer_text, new_messages_text
-from agentrl_tracer.schemas import Attempt, Call, Reward, Rollout, RolloutState
+from agentrl.config.errors import ConfigError
+from agentrl.history.rollout.conversation import answer_text, new_text
+from agentrl.history.rollout.trace import count_tokens, earned_by_name
+from agentrl_tracer.schemas import Attempt, Call, CallState, Feedback, Reward, Rollout, RolloutState
 from agentrl_tracer.store import Store
-from agentrl_trainer.data.rewards import by_rollout, rollout_reward, winning_rewards
+from agentrl_trainer.data.rewards import by_rollout, human_rewards, rollout_reward
 
-VERSION = 3
+VERSION = 4
 """Of the layout; a file of another version is made anew."""
 _STEP = 200
-"""Rollouts that one call of ``fill`` looks at."""
+"""Rollouts, or served calls, that one call of ``fill`` looks at."""
 _MOST_SAID = 100_000
 """Characters of a request and of an answer that can be searched."""
 _ENDED = (RolloutState.SUCCEEDED, RolloutState.FAILED, RolloutState.CANCELLED)
+_COMMIT_S = 5.0  # within which a call is in the store after its start
+_LONGEST_CALL_S = 900.0  # an open call that is older will hardly be answered
 
-COLUMNS: dict[str, str] = {
-    "id": "TEXT PRIMARY KEY",
-    "step": "INTEGER",
-    "purpose": "TEXT",
-    "task": "INTEGER",
-    "group": "TEXT",
-    "index": "INTEGER",
-    "status": "TEXT",
-    "reward": "REAL",
-    "rewards": "TEXT",
-    "attempts": "INTEGER",
-    "calls": "INTEGER",
-    "prompt_tokens": "INTEGER",
-    "tokens": "INTEGER",
-    "seconds": "REAL",
-    "agent": "TEXT",
-    "error": "TEXT",
-    "started_at": "REAL",
-    "final": "INTEGER",
-}
+COLUMNS = {
+    "id": "TEXT PRIMARY KEY", "step": "INTEGER", "purpose": "TEXT", "task": "INTEGER",
+    "group": "TEXT", "index": "INTEGER", "status": "TEXT", "reward": "REAL", "rewards": "TEXT",
+    "feedback": "INTEGER", "attempts": "INTEGER", "calls": "INTEGER", "prompt_tokens": "INTEGER",
+    "tokens": "INTEGER", "seconds": "REAL", "agent": "TEXT", "error": "TEXT",
+    "started_at": "REAL", "final": "INTEGER",
+}  # fmt: skip
 """Columns of the table of rollouts and their types. ``task`` is the task's place in its split,
-``tokens`` counts sampled tokens, ``rewards`` is JSON by name, ``final`` is 1 once the rollout has
-ended."""
+``tokens`` counts sampled tokens, ``rewards`` is JSON by name (people's are ``human:NAME``),
+``feedback`` counts how often people judged it (None: never), ``final`` is 1 once it has ended."""
 _LAYOUT = f"""
 CREATE TABLE rollout ({", ".join(f'"{name}" {kind}' for name, kind in COLUMNS.items())});
-CREATE INDEX by_place ON rollout (purpose DESC, step DESC, "group", "index");
-CREATE INDEX by_task ON rollout (purpose, task, step, "group", "index");
+CREATE INDEX by_step ON rollout (purpose DESC, step DESC, id, started_at, seconds);
+CREATE INDEX by_task ON rollout (purpose, task, step, id);
 CREATE INDEX by_group ON rollout ("group", "index");
 CREATE INDEX by_status ON rollout (status, id);
-CREATE INDEX unfinished ON rollout (final) WHERE final = 0;
-CREATE TABLE call (id TEXT, rollout TEXT);
+CREATE INDEX evaluated ON rollout (step, task, reward, id)
+    WHERE purpose = 'eval' AND final = 1 AND status != 'cancelled';
+CREATE INDEX unfinished ON rollout (final, started_at) WHERE final = 0;
+CREATE INDEX judged ON rollout (id, feedback) WHERE feedback IS NOT NULL;
+CREATE TABLE call (id TEXT, rollout TEXT, started_at REAL);
 CREATE VIRTUAL TABLE said USING fts5(text, content='');
+"""
+_INSERT = (
+    f"INSERT INTO rollout VALUES ({', '.join('?' * len(COLUMNS))}) ON CONFLICT (id) DO UPDATE SET "
+    + ", ".join(f'"{name}" = excluded."{name}"' for name in COLUMNS)
+)
+_CHANGED_LATE = """
+SELECT id, status FROM rollout WHERE status = 'cancelled'
+UNION ALL SELECT id, feedback FROM rollout WHERE feedback IS NOT NULL
 """
 
 
-class RolloutIndex(IndexFile):
-    """The index of one run. Any thread may read; ``fill`` is one thread's."""
+class Index:
+    """The index of a run, or (``run_id`` None) of a store's calls without a run.
 
-    layout, version = _LAYOUT, VERSION
+    Any thread may read; ``fill`` is one thread's.
+    """
 
-    def fill(self, store: Store, run_id: str) -> bool:
-        """Take in what is new, a few hundred rollouts at most; False if there was nothing."""
-        db = self.prepare()
-        [last] = db.execute("SELECT coalesce(max(id), '') FROM rollout").fetchone()
-        new = store.rollout_ids_after(run_id, last, _STEP)
-        running = [row[0] for row in db.execute("SELECT id FROM rollout WHERE final = 0 LIMIT 999")]
-        self._take_in(store, run_id, [*new, *running])
-        return bool(new)
+    def __init__(self, path: Path, store: Store, run_id: str | None) -> None:
+        self.path = path
+        self._store = store
+        self._run_id = run_id
+        self._lock = threading.RLock()
+        self._writer: sqlite3.Connection | None = None
 
-    def progress(self, store: Store, run_id: str) -> tuple[int, int]:
-        """Return how many rollouts the index holds, and how many there are."""
+    @contextlib.contextmanager
+    def read(self) -> Iterator[sqlite3.Connection]:
+        """Lend a connection of its own to read with; columns by name."""
+        self._open()
+        with contextlib.closing(sqlite3.connect(self.path)) as db:
+            db.row_factory = sqlite3.Row
+            db.execute("PRAGMA query_only=ON")
+            yield db
+
+    def fill(self) -> bool:
+        """Take in a few hundred new rollouts, or served calls, at most; False if none was new."""
+        return self._fill_served() if self._run_id is None else self._fill_run(self._run_id)
+
+    def progress(self) -> tuple[int, int]:
+        """Return how many rollouts, or served calls, the index holds, and how many there are."""
         with self.read() as db:
-            [held] = db.execute("SELECT count(*) FROM rollout").fetchone()
-        return held, store.count_rollouts(run_id)
+            rollouts, calls = _counts(db)
+        if self._run_id is None:
+            return calls, self._store.count_calls_without_run()
+        return rollouts, self._store.count_rollouts(self._run_id)
 
     def signature(self) -> tuple[object, ...]:
-        """Return what differs once the index has something new."""
+        """Return what differs once a rollout, or a served call, is new, began or ended."""
+        unfinished = "SELECT count(*), count(started_at) FROM rollout WHERE final = 0"
         with self.read() as db:
-            counts = "SELECT count(*), sum(final), max(started_at) FROM rollout"
-            return tuple(db.execute(counts).fetchone())
+            return (*_counts(db), *db.execute(unfinished).fetchone())
 
-    def _take_in(self, store: Store, run_id: str, ids: Collection[str]) -> None:
+    def close(self) -> None:
+        with self._lock:
+            if self._writer is not None:
+                self._writer.close()
+                self._writer = None
+
+    def _open(self) -> sqlite3.Connection:
+        """Return the connection that writes, with the layout in place."""
+        with self._lock:
+            if self._writer is not None and self.path.exists():  # else it was pruned
+                return self._writer
+            db = sqlite3.connect(self.path, check_same_thread=False)
+            if db.execute("PRAGMA user_version").fetchone()[0] not in (0, VERSION):
+                db.close()
+                self.path.unlink()
+                db = sqlite3.connect(self.path, check_same_thread=False)
+            db.execute("PRAGMA journal_mode=WAL")
+            db.execute("PRAGMA synchronous=OFF")  # it can be made again
+            if db.execute("PRAGMA user_version").fetchone()[0] == 0:
+                db.executescript(f"{_LAYOUT} PRAGMA user_version = {VERSION};")
+            self._writer = db
+            return db
+
+    def _fill_run(self, run_id: str) -> bool:
+        with self.read() as db:
+            [last] = db.execute("SELECT coalesce(max(id), '') FROM rollout").fetchone()
+            running = [row["id"] for row in db.execute("SELECT id FROM rollout WHERE final = 0")]
+            known = {tuple(row) for row in db.execute(_CHANGED_LATE)}
+        new = self._store.rollout_ids_after(run_id, last, _STEP)
+        feedback = by_rollout(self._store.feedback(run_id))
+        # A resumed run cancels rollouts that had ended.
+        late = {(one, "cancelled") for one in self._store.canceled_ids(run_id)}
+        late |= {(one, len(given)) for one, given in feedback.items() if one}
+        self._take_in(run_id, new or running, feedback, has_new_words=True)
+        again = {one for one, _ in late - known if one <= last}
+        self._take_in(run_id, again, feedback, has_new_words=False)
+        return bool(new)
+
+    def _take_in(
+        self, run_id: str, ids: Collection[str], feedback: Mapping[str | None, list[Feedback]], *,
+        has_new_words: bool,
+    ) -> None:  # fmt: skip
         if not ids:
             return
-        rollouts = store.rollouts(run_id, ids=ids)
-        ended = [rollout.id for rollout in rollouts if rollout.state in _ENDED]
-        began = [rollout.id for rollout in rollouts if rollout.started_at is not None]
-        calls = by_rollout(store.calls(rollout_ids=began))
-        rewards = by_rollout(store.rewards(ended))
-        errors = {attempt.rollout_id: attempt for attempt in store.attempts(began)}
+        rollouts = self._store.rollouts(run_id, ids=ids)
+        began = [one.id for one in rollouts if one.started_at is not None]
+        ended = [one.id for one in rollouts if one.state in _ENDED]
+        calls = by_rollout(self._store.calls(rollout_ids=began, bodies=False))
+        rewards = by_rollout(self._store.rewards(ended))
+        last = {attempt.rollout_id: attempt for attempt in self._store.attempts(began)}
         rows = [
-            _summary(one, calls[one.id], rewards[one.id], errors.get(one.id)) for one in rollouts
+            _summary(r, calls[r.id], rewards[r.id], feedback.get(r.id, []), last.get(r.id))
+            for r in rollouts
         ]
-        said = [
-            (call.id, call.rollout_id, _searched(new_messages_text(call.request), text))
-            for rollout_id in ended
-            for call in calls[rollout_id]
-            if (text := answer_text(call.response)) or call.request
-        ]
-        marks = ", ".join("?" * len(COLUMNS))
-        with self.write() as db:
-            db.executemany(f"INSERT OR REPLACE INTO rollout VALUES ({marks})", rows)
-            for call_id, rollout_id, text in said:
-                at = db.execute("INSERT INTO call VALUES (?, ?)", (call_id, rollout_id))
+        self._write(rows, self._store.calls(rollout_ids=ended) if has_new_words else [])
+
+    def _fill_served(self) -> bool:
+        """Take in calls in order of their start."""
+        with self.read() as db:
+            newest = db.execute("SELECT started_at, id FROM call ORDER BY rowid DESC LIMIT 1")
+            start, call_id = newest.fetchone() or (0.0, "")
+        now, taken = time.time(), list[Call]()
+        for call in self._store.calls_without_run(_STEP, after=(start, call_id)):
+            age = now - call.started_at
+            if age < (_LONGEST_CALL_S if call.state is CallState.OPEN else _COMMIT_S):
+                break  # those after it would hide it
+            has_bodies = call.request is not None and call.response is not None
+            taken.append(call if has_bodies else self._store.call(call.id) or call)
+        self._write([], taken)
+        return bool(taken)
+
+    def _write(self, rows: Sequence[Sequence[Any]], calls: Sequence[Call]) -> None:
+        with self._lock, self._open() as db:  # one transaction
+            db.executemany(_INSERT, rows)
+            for call in calls:
+                values = call.id, call.rollout_id, call.started_at
+                at = db.execute("INSERT INTO call VALUES (?, ?, ?)", values)
+                said = new_text(call.request), answer_text(call.response)
+                text = "\n".join(one[:_MOST_SAID] for one in said)
+                text = text.encode(errors="replace").decode()  # SQLite takes no lone surrogates
                 db.execute("INSERT INTO said(rowid, text) VALUES (?, ?)", (at.lastrowid, text))
 
 
-def _searched(asked: str, answered: str) -> str:
-    """Return what a search looks through: words beyond ``_MOST_SAID`` of each are not found."""
-    text = f"{asked[:_MOST_SAID]}\n{answered[:_MOST_SAID]}"
-    return text.encode(errors="replace").decode()  # SQLite takes no lone surrogates
+def _counts(db: sqlite3.Connection) -> tuple[int, int]:
+    """Return how many rollouts and calls there are, which are never deleted."""
+    last = "SELECT coalesce(max(rowid), 0) FROM"
+    return tuple(db.execute(f"SELECT ({last} rollout), ({last} call)").fetchone())
 
 
 def _summary(
-    rollout: Rollout, calls: Sequence[Call], rewards: Sequence[Reward], last: Attempt | None
-) -> list[Any]:
-    counts = [call.tokens or (0, 0) for call in calls]
-    by_name: dict[str, float] = {}
-    for reward in winning_rewards(rollout, rewards):
+    rollout: Rollout, calls: Sequence[Call], rewards: Sequence[Reward],
+    feedback: Sequence[Feedback], last: Attempt | None,
+) -> list[Any]:  # fmt: skip
+    """Return the values of ``COLUMNS``."""
+    by_name = earned_by_name(rollout, rewards)
+    names = {f"human:{one.name}" for one in feedback}
+    for reward in human_rewards(feedback, [rollout], calls, names):
         by_name[reward.name] = by_name.get(reward.name, 0.0) + reward.value
     took = None
     if rollout.started_at is not None and rollout.ended_at is not None:
         took = rollout.ended_at - rollout.started_at
     return [
-        rollout.id,
-        rollout.step,
-        rollout.purpose,
-        int(rollout.task_id.rpartition("-")[2]),
-        rollout.group_id,
-        rollout.index,
-        rollout.state,
-        rollout_reward(rollout, rewards),
-        json.dumps(by_name),
-        rollout.attempts,
-        len(calls),
-        sum(prompt for call, (prompt, _) in zip(calls, counts, strict=True) if call.choice == 0),
-        sum(sampled for _, sampled in counts),
-        took,
+        rollout.id, rollout.step, rollout.purpose, task_index(rollout),
+        rollout.group_id, rollout.index, rollout.state, rollout_reward(rollout, rewards),
+        json.dumps(by_name), len(feedback) or None, rollout.attempts, len(calls),
+        *count_tokens(calls), took,
         ", ".join(sorted({call.agent for call in calls if call.agent})) or None,
         rollout.reason or (last.error if last else None),
-        rollout.started_at,
-        int(rollout.state in _ENDED),
-    ]
+        rollout.started_at, int(rollout.state in _ENDED),
+    ]  # fmt: skip
+
+
+def task_index(rollout: Rollout) -> int:
+    """Return the place of a rollout's task in its split."""
+    return int(rollout.task_id.rpartition("-")[2])
+
+
+def all_words(search: str) -> str:
+    """Return what ``said MATCH`` takes to find texts that have all words."""
+    return " ".join('"' + word.replace('"', '""') + '"' for word in search.split())
+
+
+def find_served(
+    store: Store, index: Index, search: str = "", before: str = "", limit: int = 50
+) -> list[Call]:
+    """Return calls without a run, newest first; bodies of more than 100,000 characters are None.
+
+    Args:
+        search: words that all are in a call's new messages or in its answer.
+        before: the last call of the page before.
+
+    Raises:
+        ConfigError: ``before`` is no call.
+    """
+    last = store.call(before) if before else None
+    if before and not last:
+        raise ConfigError(f"before: {before!r} is no call of this store")
+    place = (last.started_at, last.id) if last else None
+    if not search.split():
+        return store.calls_without_run(limit, before=place)
+    with index.read() as db:
+        found = db.execute(
+            "SELECT call.id FROM said JOIN call ON call.rowid = said.rowid WHERE said MATCH ? "
+            "AND (started_at, call.id) < (?, ?) ORDER BY said.rowid DESC LIMIT ?",
+            (all_words(search), *(place or (1e18, "")), limit),
+        ).fetchall()
+    return store.calls_by_id([row["id"] for row in found])

@@ -2,21 +2,43 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    StringConstraints,
+    TypeAdapter,
+    ValidationError,
+)
+from pydantic.dataclasses import dataclass
 
 from agentrl.config.errors import ConfigError
 from agentrl.runs.folder import RunFolder
 
-_MOST_TAGS, _LONGEST_TAG, _LONGEST_NOTE = 20, 40, 20_000
+
+def _split(tags: Any) -> Any:
+    """Return a text's tags, which are separated by commas, each once."""
+    if not isinstance(tags, str):
+        return tags
+    return tuple(dict.fromkeys(filter(None, map(str.strip, tags.split(",")))))
 
 
-@dataclass(frozen=True, slots=True)
+_LINES = AfterValidator(lambda text: text.replace("\r\n", "\n"))  # of browsers
+_Tag = Annotated[str, Field(max_length=40)]
+
+
+@dataclass(frozen=True)
 class Notes:
-    tags: tuple[str, ...] = ()
-    note: str = ""
+    tags: Annotated[tuple[_Tag, ...], Field(max_length=20), BeforeValidator(_split)] = ()
+    note: Annotated[str, StringConstraints(strip_whitespace=True, max_length=20_000), _LINES] = ""
     """Markdown."""
     archived: bool = False
+
+
+_NOTES = TypeAdapter(Notes)
 
 
 def read_notes(folder: RunFolder) -> Notes:
@@ -27,38 +49,29 @@ def read_notes(folder: RunFolder) -> Notes:
     """
     path = folder.root / "notes.json"
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return Notes(tuple(map(str, found["tags"])), str(found["note"]), bool(found["archived"]))
+        return _NOTES.validate_json(path.read_bytes())
     except FileNotFoundError:
         return Notes()
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is damaged; correct or delete it: {error}") from error
+    except ValidationError as error:
+        raise ConfigError(f"{path} is damaged; correct or delete it: {_first(error)}") from error
 
 
-def write_notes(
-    folder: RunFolder, *, tags: str | None = None, note: str | None = None,
-    archived: bool | None = None,
-) -> Notes:  # fmt: skip
-    """Change what is given, as a whole or not at all; return the notes as they are now.
-
-    Args:
-        tags: separated by commas.
+def write_notes(folder: RunFolder, **changes: Any) -> Notes:
+    """Change the fields that are given and not None; return the notes as they are now.
 
     Raises:
         ConfigError: a tag or the note is too long, or the file is damaged.
         OSError: the folder cannot be written.
     """
-    notes = read_notes(folder)
-    if tags is not None:
-        listed = tuple(dict.fromkeys(filter(None, map(str.strip, tags.split(",")))))
-        if len(listed) > _MOST_TAGS or any(len(tag) > _LONGEST_TAG for tag in listed):
-            raise ConfigError(f"tags: at most {_MOST_TAGS}, each of {_LONGEST_TAG} characters")
-        notes = replace(notes, tags=listed)
-    if note is not None:
-        if len(note) > _LONGEST_NOTE:
-            raise ConfigError(f"note: {len(note):,} characters; at most {_LONGEST_NOTE:,}")
-        notes = replace(notes, note=note.replace("\r\n", "\n").strip())
-    if archived is not None:
-        notes = replace(notes, archived=archived)
+    given = {name: value for name, value in changes.items() if value is not None}
+    try:
+        notes = Notes(**asdict(read_notes(folder)) | given)
+    except ValidationError as error:
+        raise ConfigError(_first(error)) from error
     folder.write_json(folder.root / "notes.json", asdict(notes))
     return notes
+
+
+def _first(error: ValidationError) -> str:
+    problem = error.errors()[0]
+    return f"{problem['loc'][0] if problem['loc'] else 'file'}: {problem['msg']}"

@@ -1,8 +1,9 @@
-"""What a run's overview says beyond its metrics: how far it is, intervals, phases, failures."""
+"""What a run's overview says beyond its metrics: how far it is, phases, failures, activity."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -10,16 +11,18 @@ from statistics import median
 from agentrl.config.setting_names import recorded
 from agentrl.history.sources import OpenRun
 from agentrl.runs.circumstances import circumstances
-from agentrl.runs.statistics import task_interval
-from agentrl_tracer.schemas import Json
+from agentrl.runs.excerpts import excerpt
+from agentrl_tracer.schemas import Attempt, AttemptState, Json, Rollout
+from agentrl_tracer.store import Store
 
 _LAST_STEPS = 12
 """Steps that a timeline shows, and from which the remaining time is estimated."""
-_DONE = "seconds/publish"
-"""Logged last of a step."""
-
+_DONE, _EVALUATED = "seconds/publish", "seconds/evaluation"
+"""Logged last of a step, and of an evaluation."""
 _IN_TURN = ("publish", "checkpoint", "update")
 """Phases that end one when the next begins, the last first."""
+_NOT_FAILED = (AttemptState.RUNNING, AttemptState.SUCCEEDED, AttemptState.CANCELLED)
+_FAILED = [state for state in AttemptState if state not in _NOT_FAILED]
 
 Span = tuple[str, float, float, str]
 """Lane, start and end in seconds since the first, and label."""
@@ -44,58 +47,40 @@ def progress_of(run: OpenRun, state: str) -> Progress:
     steps = circumstances(run.folder).get("steps") or recorded(run.row["config"], "run.steps", None)
     if state != "running" or not steps:
         return Progress(step, steps)
-    ends = list(run.store.logged_at(run.id, _DONE, _LAST_STEPS).values())
+    ends = run.store.logged_at(run.id, _DONE, _LAST_STEPS).values()
     took = [later - earlier for earlier, later in pairwise(ends)]
     return Progress(step, steps, median(took) * (steps - step) if took else None)
 
 
-def held_out_intervals(run: OpenRun, success: float) -> dict[int, tuple[float, float]]:
-    """Return the 95 % interval of the success rate of each evaluation that is indexed, by step."""
-    query = (
-        "SELECT step, avg(coalesce(reward >= ?, 0)), count(*) FROM rollout "
-        "WHERE purpose = 'eval' AND status != 'cancelled' GROUP BY step, task"
-    )
-    tasks: dict[int, list[tuple[float, int]]] = {}
-    with run.index.read() as db:
-        for step, rate, samples in db.execute(query, (success,)):
-            tasks.setdefault(step, []).append((rate, samples))
-    return {
-        step: task_interval([rate for rate, _ in found], max(samples for _, samples in found))
-        for step, found in tasks.items()
-    }
-
-
 def phase_spans(run: OpenRun) -> list[Span]:
     """Return when the phases of the last steps were: rollouts as they ran, the rest as logged."""
-    ends = run.store.logged_at(run.id, _DONE, _LAST_STEPS)
-    evaluated = run.store.logged_at(run.id, "seconds/evaluation", _LAST_STEPS)
-    names = [f"seconds/{phase}" for phase in (*_IN_TURN, "evaluation")]
-    rows = run.store.metrics(run.id, names, since=min([*ends, *evaluated], default=0))
-    spans = [span for step, end in ends.items() for span in _of_step(step, end, rows[step])]
-    spans += [
-        ("evaluation", end - rows[step]["seconds/evaluation"], end, f"step {step}")
-        for step, end in evaluated.items()
-    ]
+    spans = list(_logged_spans(run.store, run.id))
     query = (
-        "SELECT step, min(started_at), max(started_at + coalesce(seconds, 0)) FROM rollout "
-        "WHERE purpose = 'train' AND step BETWEEN ? AND ? GROUP BY step"
+        "SELECT 'rollouts', min(started_at), max(started_at + coalesce(seconds, 0)), step "
+        "FROM rollout WHERE purpose = 'train' AND step BETWEEN ? AND ? AND started_at > 0 "
+        "GROUP BY step"
     )
-    if ends:
+    if steps := [step for *_, step in spans]:
         with run.index.read() as db:
-            for step, start, end in db.execute(query, (min(ends), max(ends) + 1)):
-                if start is not None and end > start:
-                    spans.append(("rollouts", start, end, f"step {step}"))
-    first = min((start for _, start, _, _ in spans), default=0.0)
-    return sorted((lane, start - first, end - first, label) for lane, start, end, label in spans)
+            spans += map(tuple, db.execute(query, (min(steps), max(steps) + 1)))
+    first = min((start for _, start, *_ in spans), default=0.0)
+    return sorted(
+        (lane, start - first, end - first, f"step {step}") for lane, start, end, step in spans
+    )
 
 
-def _of_step(step: int, end: float, row: Mapping[str, float]) -> list[Span]:
-    spans: list[Span] = []
-    for phase in _IN_TURN:
-        seconds = row.get(f"seconds/{phase}", 0.0)
-        spans.append((phase, end - seconds, end, f"step {step}"))
-        end -= seconds
-    return spans
+def _logged_spans(store: Store, run_id: str) -> Iterator[tuple[str, float, float, int]]:
+    """Yield lane, start, end and step."""
+    done, evaluated = (store.logged_at(run_id, what, _LAST_STEPS) for what in (_DONE, _EVALUATED))
+    names = [_EVALUATED, *(f"seconds/{phase}" for phase in _IN_TURN)]
+    rows = store.metrics(run_id, names, since=min([*done, *evaluated], default=0))
+    for step, end in evaluated.items():
+        yield "evaluation", end - rows[step][_EVALUATED], end, step
+    for step, end in done.items():
+        for phase in _IN_TURN:
+            start = end - rows[step].get(f"seconds/{phase}", 0.0)
+            yield phase, start, end, step
+            end = start
 
 
 def outcomes_of(run: OpenRun) -> tuple[dict[str, int], list[Json]]:
@@ -125,3 +110,28 @@ def share_by_phase(
     }
     total = sum(seconds.values())
     return {phase: value / total for phase, value in seconds.items()} if total else {}
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What a run's agents do at this moment, and what failed last."""
+
+    running: int = 0
+    longest_since: float | None = None
+    """When the attempt began that has run longest."""
+    longest_task: str = ""
+    """Its split, place and data, in one line."""
+    failures: Sequence[tuple[Rollout, Attempt]] = ()
+    """The newest first."""
+
+
+def activity_of(store: Store, run_id: str, since_step: int, failures: int) -> Activity:
+    """Return the activity of a run in ``since_step`` and later, with so many failures at most."""
+    failed = store.newest_attempts(run_id, _FAILED, since_step, failures)
+    running = store.newest_attempts(run_id, [AttemptState.RUNNING], since_step)
+    if not running:
+        return Activity(failures=failed)
+    rollout, attempt = running[-1]
+    split, place = rollout.task_id.split("-")[-2:]
+    task = json.dumps(store.task(run_id, split, int(place)), ensure_ascii=False)
+    return Activity(len(running), attempt.started_at, excerpt(f"{split} {place}: {task}"), failed)

@@ -1,22 +1,24 @@
 """Filter, sort and search the rollouts of a run, over its index.
 
 ``where`` is an expression over the columns of the index: ``reward < 0 and step > 10``,
-``status == "failed"``, ``rewards.clarity >= 0.5``, ``agent in ("searcher", "answerer")``.
+``status == "failed"``, ``rewards.clarity >= 0.5``, ``rewards["human:quality"] < 0``,
+``agent in ("searcher", "answerer")``.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import re
 import sqlite3
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from agentrl.config.errors import ConfigError
-from agentrl.history.index import COLUMNS, RolloutIndex
-from agentrl_tracer.schemas import Rollout
+from agentrl.history.index import COLUMNS, Index, all_words
+from agentrl_tracer.schemas import Json, Rollout
 
 _OPERATORS: dict[type[ast.cmpop], str] = {
     ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "=", ast.NotEq: "!=",
@@ -26,22 +28,13 @@ _SINGLE_EQUALS = re.compile(r"(?<![<>=!])=(?!=)")
 NAMES = tuple(name for name in COLUMNS if name not in ("rewards", "final"))
 _MOST_FOUND = 50_000
 """Calls, the newest ones, in which a search finds words: of a million it would take seconds."""
-_DEFAULT_ORDER = 'purpose DESC, step DESC, "group", "index"'
+_EXAMPLE = "try reward < 0 and step > 10"
+
+Row = Json
+"""A rollout: the columns of the index, ``rewards`` by name."""
 
 
-@dataclass(frozen=True)
-class Row:
-    """A rollout as the index has it; ``rewards`` by name."""
-
-    values: dict[str, Any]
-    rewards: dict[str, float]
-
-    def __getitem__(self, name: str) -> Any:
-        return self.values[name]
-
-
-@dataclass(frozen=True)
-class Page:
+class Page(NamedTuple):
     rows: list[Row]
     total: int
     """Rollouts that match, on all pages."""
@@ -58,20 +51,21 @@ class Query:
     offset: int = 0
 
 
-def find_rollouts(index: RolloutIndex, query: Query) -> Page:
+class Beside(NamedTuple):
+    """The rollouts before and after one, in an order that ``what`` names; ids."""
+
+    what: str
+    before: str | None
+    after: str | None
+
+
+def find_rollouts(index: Index, query: Query) -> Page:
     """Return one page of the rollouts that match.
 
     Raises:
         ConfigError: ``where``, ``sort`` or ``search`` is wrong; names it.
     """
-    condition, values = _condition(query.where)
-    if words := query.search.split():
-        condition += (
-            " AND id IN (SELECT call.rollout FROM call WHERE call.rowid IN (SELECT rowid FROM said "
-            f"WHERE said MATCH ? ORDER BY rowid DESC LIMIT {_MOST_FOUND}))"
-        )
-        values.append(" ".join('"' + word.replace('"', '""') + '"' for word in words))
-    order = _order(query.sort)
+    condition, order, values = _parts(query)
     with index.read() as db:
         try:
             [total] = db.execute(f"SELECT count(*) FROM rollout WHERE {condition}", values)
@@ -80,33 +74,88 @@ def find_rollouts(index: RolloutIndex, query: Query) -> Page:
                 f"WHERE {condition} ORDER BY {order} LIMIT ? OFFSET ?) ORDER BY {order}",
                 [*values, query.limit, query.offset],
             ).fetchall()
-        except sqlite3.OperationalError as error:
+        except (sqlite3.Error, OverflowError) as error:
             raise ConfigError(f"where: {error}") from error
-    return Page([Row(dict(row), json.loads(row["rewards"])) for row in found], total[0])
+    return Page([{**row, "rewards": json.loads(row["rewards"])} for row in found], total[0])
+
+
+def of_task(index: Index, split: str, task: int, limit: int, offset: int) -> Page:
+    """Return a page of the rollouts of one task in order of their steps."""
+    where = f"purpose == {split!r} and task == {task}"
+    return find_rollouts(index, Query(where, sort="step", limit=limit, offset=offset))
+
+
+def members(index: Index, group: str) -> Sequence[Row]:
+    """Return the rollouts of a group, in order."""
+    return find_rollouts(index, Query(f"group == {group!r}", sort="index", limit=-1)).rows
+
+
+def beside_in_task(index: Index, rollout: Rollout) -> Beside | None:
+    """Return what is before and after a rollout among those of its task; None: not indexed."""
+    before, after = (
+        f"SELECT id FROM rollout WHERE purpose = this.purpose AND task = this.task AND (step, id) "
+        f"{how} (this.step, this.id) ORDER BY step {order}, id {order} LIMIT 1"
+        for how, order in (("<", "DESC"), (">", "ASC"))
+    )
+    with index.read() as db:
+        query = f"SELECT ({before}), ({after}) FROM rollout AS this WHERE id = ?"
+        found = db.execute(query, [rollout.id]).fetchone()
+    return found and Beside("task", *found)
+
+
+def beside_in_table(index: Index, query: Query, rollout_id: str) -> Beside | None:
+    """Return what is before and after the rollout at ``query.offset`` of a table; None if it is no
+    longer there."""
+    condition, order, values = _parts(query)
+    three = f"SELECT id FROM rollout WHERE {condition} ORDER BY {order} LIMIT 3 OFFSET ?"
+    with index.read() as db:
+        rows = db.execute(three, [*values, max(query.offset - 1, 0)]).fetchall()
+    return beside_in([row["id"] for row in rows], rollout_id, "table")
+
+
+def beside_in(ids: Sequence[str], rollout_id: str, what: str) -> Beside | None:
+    if rollout_id not in ids:
+        return None
+    around = [None, *ids, None]
+    at = ids.index(rollout_id)
+    return Beside(what, around[at], around[at + 2])
+
+
+# ---- expressions as SQL
+
+
+def _parts(query: Query) -> tuple[str, str, list[Any]]:
+    """Return condition, order, and the values of the condition."""
+    values: list[Any] = []
+    condition = _condition(query.where, values)
+    if query.search.split():
+        condition += (
+            " AND id IN (SELECT call.rollout FROM call WHERE call.rowid IN (SELECT rowid FROM said "
+            f"WHERE said MATCH ? ORDER BY rowid DESC LIMIT {_MOST_FOUND}))"
+        )
+        values.append(all_words(query.search))
+    return condition, _order(query.sort), values
 
 
 def _order(sort: str) -> str:
     name, direction = sort.removeprefix("-"), "DESC" if sort.startswith("-") else "ASC"
     if not sort:
-        return _DEFAULT_ORDER
+        return "purpose DESC, step DESC, id"
     if name.startswith("rewards."):
-        return f"{_reward_column(name.removeprefix('rewards.'))} {direction} NULLS LAST, id"
+        return f"{_reward(name.removeprefix('rewards.'))} {direction} NULLS LAST, id"
     if name not in NAMES:
         raise ConfigError(f"sort: {name!r} is no column; there are {', '.join(NAMES)}")
     return f'"{name}" {direction} NULLS LAST, id'
 
 
-def _condition(where: str) -> tuple[str, list[Any]]:
+def _condition(where: str, values: list[Any]) -> str:
+    """Return a condition in SQL; the constants in it are added to ``values``."""
     if not where.strip():
-        return "1", []
-    try:
-        tree = ast.parse(_SINGLE_EQUALS.sub("==", where.strip()), mode="eval").body
-    except SyntaxError as error:
-        raise ConfigError(
-            f"where: {where!r} is not understood; try reward < 0 and step > 10"
-        ) from error
-    values: list[Any] = []
-    return _sql(tree, values), values
+        return "1"
+    for text in (where.strip(), _SINGLE_EQUALS.sub("==", where.strip())):
+        with contextlib.suppress(SyntaxError):
+            return _sql(ast.parse(text, mode="eval").body, values)
+    raise ConfigError(f"where: {where!r} is not understood; {_EXAMPLE}")
 
 
 def _sql(node: ast.expr, values: list[Any]) -> str:
@@ -117,106 +166,35 @@ def _sql(node: ast.expr, values: list[Any]) -> str:
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             return f"NOT {_sql(operand, values)}"
         case ast.Compare(left=left, ops=operators, comparators=others):
-            sides = [left, *others]
             parts = [
                 f"{_value(a, values)} {_OPERATORS[type(how)]} {_value(b, values)}"
-                for a, how, b in zip(sides, operators, others, strict=False)
+                for a, how, b in zip([left, *others], operators, others, strict=False)
             ]
             return "(" + " AND ".join(parts) + ")"
-    raise ConfigError(
-        f"where: {ast.unparse(node)!r} compares nothing; try reward < 0 and step > 10"
-    )
+    raise ConfigError(f"where: {ast.unparse(node)!r} compares nothing; {_EXAMPLE}")
 
 
 def _value(node: ast.expr, values: list[Any]) -> str:
     match node:
         case ast.Name(id=name) if name in NAMES:
             return f'"{name}"'
-        case ast.Attribute(value=ast.Name(id="rewards"), attr=name):
-            return _reward_column(name)
-        case ast.Constant(value=None):
-            return "NULL"
-        case ast.Constant(value=bool() | int() | float() | str() as value):
-            values.append(value)
-            return "?"
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
-            values.append(-value)
-            return "?"
+        case ast.Name(id=name):
+            known = ", ".join(NAMES)
+            raise ConfigError(f"where: {name!r} is no column; there are {known}, and rewards.NAME")
+        case (
+            ast.Attribute(value=ast.Name(id="rewards"), attr=str(name))
+            | ast.Subscript(value=ast.Name(id="rewards"), slice=ast.Constant(value=str(name)))
+        ):
+            return _reward(name)
         case ast.Tuple(elts=items) | ast.List(elts=items):
             return "(" + ", ".join(_value(item, values) for item in items) + ")"
-        case ast.Name(id=name):
-            raise ConfigError(f"where: {name!r} is no column; there are {', '.join(NAMES)}, and "
-                              "rewards.NAME")  # fmt: skip
+        case ast.Constant(value=None | bool() | int() | float() | str()) | ast.UnaryOp(ast.USub()):
+            with contextlib.suppress(ValueError):  # minus before a word
+                values.append(ast.literal_eval(node))
+                return "?"
     raise ConfigError(f"where: {ast.unparse(node)!r} is neither a column nor a number or text")
 
 
-def _reward_column(name: str) -> str:
+def _reward(name: str) -> str:
     quoted = json.dumps(name).replace("'", "''")
     return f"json_extract(rewards, '$.{quoted}')"
-
-
-@dataclass(frozen=True)
-class Beside:
-    """The rollouts before and after one, in an order that ``what`` names; ids."""
-
-    what: str
-    before: str | None
-    after: str | None
-
-
-def beside_in_task(index: RolloutIndex, rollout: Rollout) -> Beside:
-    """Return the rollouts of the same task before and after one, by step."""
-    place = rollout.step, rollout.group_id, rollout.index
-    at = 'purpose = ? AND task = ? AND (step, "group", "index")'
-    of = rollout.purpose, task_index(rollout)
-    return Beside("task", *(_first(index, f"{at} {how} (?, ?, ?)", (*of, *place), order)
-                            for how, order in (("<", "DESC"), (">", "ASC"))))  # fmt: skip
-
-
-def _first(index: RolloutIndex, where: str, values: Sequence[Any], order: str) -> str | None:
-    by = f'step {order}, "group" {order}, "index" {order}'
-    with index.read() as db:
-        sql = f"SELECT id FROM rollout WHERE {where} ORDER BY {by} LIMIT 1"
-        found = db.execute(sql, values).fetchone()
-    return found and found["id"]
-
-
-def beside_in_table(index: RolloutIndex, query: Query, rollout_id: str) -> Beside | None:
-    """Return what is before and after the rollout at ``query.offset`` of a table; None if it is no
-    longer there."""
-    first = max(query.offset - 1, 0)
-    rows = find_rollouts(index, replace(query, offset=first, limit=3)).rows
-    ids = [row["id"] for row in rows]
-    if rollout_id not in ids:
-        return None
-    return beside_in(ids, rollout_id, "table")
-
-
-def beside_in(ids: Sequence[str], rollout_id: str, what: str) -> Beside:
-    at = ids.index(rollout_id)
-    after = ids[at + 1] if at + 1 < len(ids) else None
-    return Beside(what, ids[at - 1] if at else None, after)
-
-
-def of_task(index: RolloutIndex, split: str, task: int, limit: int, offset: int) -> Page:
-    """Return a page of the rollouts of one task in order of their steps."""
-    where, values = "purpose = ? AND task = ?", (split, task)
-    with index.read() as db:
-        [total] = db.execute(f"SELECT count(*) FROM rollout WHERE {where}", values).fetchone()
-        found = db.execute(
-            f'SELECT * FROM rollout WHERE {where} ORDER BY step, "group", "index" LIMIT ? OFFSET ?',
-            (*values, limit, offset),
-        ).fetchall()
-    return Page([Row(dict(row), json.loads(row["rewards"])) for row in found], total)
-
-
-def task_index(rollout: Rollout) -> int:
-    """Return the place of a rollout's task in its split."""
-    return int(rollout.task_id.rpartition("-")[2])
-
-
-def members(index: RolloutIndex, group: str) -> Sequence[Row]:
-    """Return the rollouts of a group, in order."""
-    with index.read() as db:
-        found = db.execute('SELECT * FROM rollout WHERE "group" = ? ORDER BY "index"', [group])
-        return [Row(dict(row), json.loads(row["rewards"])) for row in found]

@@ -12,16 +12,15 @@ import os
 import sqlite3
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
 from agentrl.config.errors import ConfigError
 from agentrl.config.secrets import MissingSecretError, store_url, without_password
-from agentrl.history.index import RolloutIndex
-from agentrl.history.served import ServedIndex
+from agentrl.history.index import Index
 from agentrl.runs.folder import RunFolder
 from agentrl.runs.recorded import open_store, state_of
 from agentrl_tracer.schemas import Json
@@ -30,23 +29,25 @@ from agentrl_tracer.store.faults import PATIENCE_S
 
 _PATIENCE_S = 2.0  # for a database that is away: a page must answer
 _MOST_OPEN = 16
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class OpenRun:
-    """A run, its store, and its index. ``row`` is the run's row as of the opening.
+    """A run, its store, and its index; with ``id`` None, a store's calls without a run.
 
-    A run of a PostgreSQL store whose folder is elsewhere is named ``NAME~ID``. ``folder`` is then
-    one in the cache, with its configuration and no more; it does not ``exists()`` as a run's.
+    A run of a PostgreSQL store whose folder is elsewhere is named ``NAME~ID``. Its ``folder``, and
+    that of calls without a run, is one in the cache; it does not ``exists()`` as a run's.
     """
 
     folder: RunFolder
     store: Store
     row: Json
-    index: RolloutIndex
+    """The run's, as of the opening."""
+    index: Index
 
     @property
-    def id(self) -> str:
+    def id(self) -> Any:
         return self.row["id"]
 
     @property
@@ -55,7 +56,8 @@ class OpenRun:
 
     @property
     def path(self) -> str:
-        return f"/runs/{quote(self.name, safe='')}"
+        """Of its pages."""
+        return f"/{'served' if self.id is None else 'runs'}/{quote(self.name, safe='')}"
 
     def current(self) -> Json:
         """Return the run's row as it is now: ``state`` by ``state_of``, ``name`` of its folder."""
@@ -64,47 +66,17 @@ class OpenRun:
 
     def fill(self) -> bool:
         """Bring the index further up to date; False if there was nothing new."""
-        return self.index.fill(self.store, self.id)
+        return self.index.fill()
 
     def close(self) -> None:
         self.index.close()
-        if self.folder.exists():  # else other runs share it
-            self.store.close()
-
-
-@dataclass(frozen=True)
-class OpenServed:
-    """A store's calls without a run."""
-
-    name: str
-    store: Store
-    index: ServedIndex
-    id: None = None
-
-    @property
-    def path(self) -> str:
-        return f"/served/{quote(self.name, safe='')}"
-
-    def current(self) -> Json:
-        return {"name": self.name, "path": self.path, "state": "running", "config": {}}
-
-    def fill(self) -> bool:
-        """Bring the index further up to date; False if there was nothing new."""
-        return self.index.fill(self.store, self.id)
-
-    def close(self) -> None:
-        self.index.close()
-        if not self.store.is_remote:
-            self.store.close()
-
-
-Opened = TypeVar("Opened", OpenRun, OpenServed)
+        self.store.close()
 
 
 def open_run(folder: RunFolder, patience_s: float = PATIENCE_S) -> OpenRun:
     """Open a run read-only; raises what ``Sources.open`` raises."""
     store, row = open_store(folder, patience_s, read_only=True)
-    return OpenRun(folder, store, row, RolloutIndex(folder.root / "view.db"))
+    return _indexed(folder, store, row)
 
 
 class Sources:
@@ -118,34 +90,37 @@ class Sources:
         self.root = root
         self._urls = {_store_name(url): url for url in stores}
         self._lock = threading.RLock()
-        self._shared: dict[str, Store] = {}
+        self._remote: dict[str, Store] = {}
         self._open: OrderedDict[str, OpenRun] = OrderedDict()
-        self._served: OrderedDict[str, OpenServed] = OrderedDict()
 
     def names(self) -> list[str]:
         """Return the names of the folders that hold a run, in order."""
-        found: list[str] = []
-        with contextlib.suppress(FileNotFoundError):
-            for name in sorted(os.listdir(self.root)):
-                with contextlib.suppress(OSError):
-                    if RunFolder(self.root / name).exists():
-                        found.append(name)
-        return found
+        found = (path.parent for path in self.root.glob("*/run_id"))
+        return sorted(folder.name for folder in found if RunFolder(folder).exists())
 
-    def in_stores(self) -> tuple[dict[str, Json], list[str]]:
-        """Return the rows of the runs whose folder is elsewhere by name, and the stores' faults."""
-        here = {RunFolder(self.root / name).run_id.read_text().strip() for name in self.names()}
-        found: dict[str, Json] = {}
+    def each(self, look: Callable[[str, Json | None], T]) -> tuple[list[T], list[str]]:
+        """Return what ``look`` makes of every run, and a sentence for each where it cannot.
+
+        Args:
+            look: takes the name and, of a run whose folder is elsewhere, its row.
+        """
+        runs: dict[str, Json | None] = dict.fromkeys(self.names())
+        here = {RunFolder(self.root / name).run_id.read_text().strip() for name in runs}
+        found: list[T] = []
         faults: list[str] = []
-        for store_name in self._urls:
-            try:
-                rows = self._store(store_name).runs()
-                found |= {
-                    f"{row['name']}~{row['id']}": row for row in rows if row["id"] not in here
-                }
-            except (StoreError, MissingSecretError) as error:
-                faults.append(f"{store_name}: {error}")
+        for name in self._urls:
+            with _noted(faults, name):
+                rows = [row for row in self._store(name).runs() if row["id"] not in here]
+                runs |= {f"{row['name']}~{row['id']}": row for row in rows}
+        for name, row in runs.items():
+            with _noted(faults, name):
+                found.append(look(name, row))
         return found, faults
+
+    def all(self) -> tuple[list[OpenRun], list[str]]:
+        """Return every run, newest first, and a sentence for each that cannot be opened."""
+        runs, faults = self.each(lambda name, _: self.open(name))
+        return sorted(runs, key=lambda run: -run.row["created_at"]), faults
 
     def open(self, name: str) -> OpenRun:
         """Open a run by the name of its folder, or as ``NAME~ID``.
@@ -155,79 +130,64 @@ class Sources:
             StoreError: the store is away.
             MissingSecretError: its password is not in the environment.
         """
-        with self._lock:
-            if known := self._known(self._open, name):
-                return known
-            _check_name(name, "run")
-            if "~" not in name or (opened := self._find(name)) is None:
-                opened = open_run(RunFolder.existing(self.root / name, "run"), _PATIENCE_S)
-            return self._keep(self._open, name, opened)
 
-    def all(self) -> tuple[list[OpenRun], list[str]]:
-        """Return every run, newest first, and a sentence for each that cannot be opened."""
-        runs: list[OpenRun] = []
-        elsewhere, faults = self.in_stores()
-        for name in [*self.names(), *elsewhere]:
-            try:
-                runs.append(self.open(name))
-            except (StoreError, ConfigError, MissingSecretError, OSError) as error:
-                faults.append(f"{name}: {error}")
-        return sorted(runs, key=lambda run: -run.row["created_at"]), faults
+        def opened() -> OpenRun:
+            folder = self.root / _checked(name, "run")
+            return self._elsewhere(name) or open_run(RunFolder.existing(folder, "run"), _PATIENCE_S)
+
+        return self._once(f"run {name}", opened)
 
     def served_names(self) -> list[str]:
         """Return the stores beside the runs: files ``*.db`` of the folder, and PostgreSQL's."""
         files = sorted(path for path in self.root.glob("*.db") if _is_store(path))
         return [*(path.name for path in files), *self._urls]
 
-    def served(self, name: str) -> OpenServed:
+    def served(self, name: str) -> OpenRun:
         """Open a store of ``served_names``; raises what ``open`` raises."""
-        with self._lock:
-            if known := self._known(self._served, name):
-                return known
-            _check_name(name, "store")
+
+        def opened() -> OpenRun:
+            path = self.root / _checked(name, "store")
             if name in self._urls:
-                store, place = self._store(name), cache_folder(without_password(self._urls[name]))
-            elif _is_store(path := self.root / name):
-                store, place = _open_read_only(str(path)), cache_folder(str(path.absolute()))
+                store, cache = self._store(name), cache_folder(without_password(self._urls[name]))
+            elif _is_store(path):
+                store, cache = _read_only(str(path)), cache_folder(str(path.absolute()))
             else:
                 raise ConfigError(f"store: {name!r} is no store of agentrl in {self.root}")
-            opened = OpenServed(name, store, ServedIndex(place / "served.db"))
-            return self._keep(self._served, name, opened)
+            row = {"id": None, "name": name, "kind": "serve", "state": "served", "config": {}}
+            return _indexed(RunFolder(cache / name), store, row)
+
+        return self._once(f"store {name}", opened)
 
     def close(self) -> None:
         with self._lock:
-            for opened in (*self._open.values(), *self._served.values(), *self._shared.values()):
+            for opened in (*self._open.values(), *self._remote.values()):
                 opened.close()
-            for known in (self._open, self._served, self._shared):
-                known.clear()
+            self._open.clear()
+            self._remote.clear()
 
-    def _known(self, opened: OrderedDict[str, Opened], name: str) -> Opened | None:
-        if name in opened:
-            opened.move_to_end(name)
-        return opened.get(name)
-
-    def _keep(self, opened: OrderedDict[str, Opened], name: str, new: Opened) -> Opened:
-        opened[name] = new
-        if len(opened) > _MOST_OPEN:
-            opened.popitem(last=False)[1].close()
-        return new
+    def _once(self, key: str, open_: Callable[[], OpenRun]) -> OpenRun:
+        with self._lock:
+            opened = self._open[key] = self._open.get(key) or open_()
+            self._open.move_to_end(key)
+            if len(self._open) > _MOST_OPEN:
+                self._open.popitem(last=False)[1].close()
+            return opened
 
     def _store(self, name: str) -> Store:
-        """Return the one connection pool of a PostgreSQL store."""
+        """Return the one connection pool of a PostgreSQL store; once closed it opens again."""
         with self._lock:
-            if name not in self._shared:
-                self._shared[name] = _open_read_only(store_url(self._urls[name]))
-            return self._shared[name]
+            if name not in self._remote:
+                self._remote[name] = _read_only(store_url(self._urls[name]))
+            return self._remote[name]
 
-    def _find(self, name: str) -> OpenRun | None:
+    def _elsewhere(self, name: str) -> OpenRun | None:
         """Find a run whose folder is elsewhere; its configuration comes from its store."""
-        for store_name, url in self._urls.items():
+        for store_name, url in self._urls.items() if "~" in name else ():
             store = self._store(store_name)
             if row := store.run(name.rpartition("~")[2]):
-                folder = RunFolder(cache_folder(without_password(url)) / name)
-                folder.root.mkdir(mode=0o700, exist_ok=True)
-                folder.write_json(folder.config, row["config"])
-                return OpenRun(folder, store, row, RolloutIndex(folder.root / "view.db"))
+                run = _indexed(RunFolder(cache_folder(without_password(url)) / name), store, row)
+                run.folder.write_json(run.folder.config, row["config"])
+                return run
         return None
 
 
@@ -239,14 +199,28 @@ def cache_folder(shown: str) -> Path:
     return folder
 
 
-def _open_read_only(url: str) -> Store:
-    Store(url, patience_s=_PATIENCE_S).close()  # brings an older schema up to date
+@contextlib.contextmanager
+def _noted(faults: list[str], name: str) -> Iterator[None]:
+    """Add what is wrong with a run or store to ``faults``."""
+    try:
+        yield
+    except (StoreError, ConfigError, MissingSecretError, OSError) as error:
+        faults.append(f"{name}: {error}")
+
+
+def _indexed(folder: RunFolder, store: Store, row: Json) -> OpenRun:
+    folder.root.mkdir(mode=0o700, exist_ok=True)  # one in the cache
+    return OpenRun(folder, store, row, Index(folder.root / "view.db", store, row["id"]))
+
+
+def _read_only(url: str) -> Store:
     return Store(url, patience_s=_PATIENCE_S, read_only=True)
 
 
-def _check_name(name: str, kind: str) -> None:
+def _checked(name: str, kind: str) -> str:
     if name != os.path.basename(name) or name in ("", ".", ".."):
         raise ConfigError(f"{kind}: {name!r} is no name of a {kind}")
+    return name
 
 
 def _store_name(url: str) -> str:
@@ -258,8 +232,8 @@ def _store_name(url: str) -> str:
 def _is_store(path: Path) -> bool:
     """Whether a file is a store of agentrl; another program's database is left alone."""
     tables = "SELECT count(*) FROM sqlite_master WHERE name IN ('alembic_version', 'calls')"
-    url = f"{path.absolute().as_uri()}?mode=ro"
     try:
+        url = f"{path.absolute().as_uri()}?mode=ro"
         with contextlib.closing(sqlite3.connect(url, uri=True)) as db:
             return db.execute(tables).fetchone()[0] == 2
     except sqlite3.Error:

@@ -19,7 +19,7 @@ _STARTED, _FAILED = "started.json", "failed.json"
 
 
 def note_start(folder: RunFolder, steps: int) -> None:
-    """Write ``started.json`` when a run starts or resumes; forget why it failed before."""
+    """Write ``started.json`` when a run starts or resumes; forget how it ended before."""
     versions = {"agentrl": __version__, "python": platform.python_version()}
     for name in _PACKAGES:
         try:
@@ -31,7 +31,8 @@ def note_start(folder: RunFolder, steps: int) -> None:
         folder.root / _STARTED,
         {"at": time.time(), "steps": steps, "versions": versions, "machine": machine},
     )
-    (folder.root / _FAILED).unlink(missing_ok=True)
+    for path in (folder.root / _FAILED, folder.pruned):
+        path.unlink(missing_ok=True)
 
 
 def note_failure(folder: RunFolder, error: BaseException) -> None:

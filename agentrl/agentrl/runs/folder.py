@@ -53,6 +53,7 @@ class RunFolder:
         self.metrics = self.root / "metrics.jsonl"
         self.picture = self.root / "learning_curve.png"
         self.summary = self.root / "summary.json"
+        self.pruned = self.root / "pruned"  # a sweep has ended this run early
         self._locked = False
 
     @classmethod
@@ -175,12 +176,12 @@ class RunFolder:
             file.chmod(0o600 | more & 0o044)
         self.root.chmod(0o700 | more & 0o011)
 
-    def write(self, path: Path, text: str) -> None:
+    def write(self, path: Path, content: str | bytes) -> None:
         """Write a file as a whole: a reader never sees half of it."""
         temporary = path.with_suffix(path.suffix + ".tmp")
         temporary.unlink(missing_ok=True)
         with open_private(temporary) as file:
-            file.write(text.encode())
+            file.write(content.encode() if isinstance(content, str) else content)
         os.replace(temporary, path)
 
     def prune_adapters(self, keep: int, evaluated: Collection[int]) -> None:

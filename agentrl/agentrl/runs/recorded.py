@@ -39,7 +39,7 @@ def open_store(
     """Open the store of a run; return the run's row, too.
 
     Args:
-        patience_s, read_only: as for ``Store``; an older schema is brought up to date before.
+        patience_s, read_only: as for ``Store``.
 
     Raises:
         ConfigError: the store does not hold the run.
@@ -52,12 +52,9 @@ def open_store(
         start = folder.started_in.read_text() if folder.started_in.is_file() else ""
         url = str(Path(start, url) if Path(start).is_dir() else Path(url))
     if "://" in url or Path(url).is_file():  # else it would be made
-        store = Store(url, patience_s=patience_s)
-        if read_only:
-            store.close()
-            store = Store(url, patience_s=patience_s, read_only=True)
-        if found := [run for run in store.runs() if run["id"] == run_id]:
-            return store, found[0]
+        store = Store(url, patience_s=patience_s, read_only=read_only)
+        if row := store.run(run_id):
+            return store, row
         store.close()
     raise ConfigError(
         f"run.store: the store {shared or folder.store} is not there, or does not hold the run "
@@ -66,12 +63,14 @@ def open_store(
 
 
 def state_of(folder: RunFolder, run: Json) -> str:
-    """Return a run's state: interrupted, too, if its process is gone and could not say so."""
-    if run["state"] != "running":
-        return run["state"]
-    in_use, heard = folder.is_in_use(), run["heartbeat_at"]
-    silent = in_use is None and heard is not None and time.time() - heard > _SILENT_S
-    return "interrupted" if in_use is False or silent else "running"
+    """Return a run's state: interrupted, too, if its process is gone and could not say so, and
+    pruned if a sweep interrupted it."""
+    state = run["state"]
+    if state == "running":
+        in_use, heard = folder.is_in_use(), run["heartbeat_at"]
+        silent = in_use is None and heard is not None and time.time() - heard > _SILENT_S
+        state = "interrupted" if in_use is False or silent else "running"
+    return "pruned" if state == "interrupted" and folder.pruned.exists() else state
 
 
 def how_to_continue(folder: RunFolder) -> str:

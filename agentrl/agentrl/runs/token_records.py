@@ -8,16 +8,13 @@ neither torch nor stores.
 from __future__ import annotations
 
 import io
-import os
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-
-from agentrl.process_privacy import open_private
 
 if TYPE_CHECKING:
     from agentrl.runs.folder import RunFolder
@@ -47,59 +44,48 @@ def save_step(
     if not rows:
         return
     known = {call.id: call for call in calls}
-    warm = any("temperature" in seen.row.extra for seen in rows)
-    columns: dict[str, list[Floats]] = {"trainer": [], "advantage": []}
-    columns |= {"sampler": []} if warm else {}
+    columns: dict[str, list[Floats]] = {"trainer": [], "advantage": [], "sampler": []}
     for row, ids, trainer in rows:
         of = {"trainer": trainer, "advantage": row.advantages[1:], "sampler": row.logprobs[1:]}
         for call in (known[name] for name in ids):
             start = len(call.prompt_ids) - 1  # a row's first token has no log-prob
             for name, parts in columns.items():
                 parts.append(np.asarray(of[name][start : start + len(call.response_ids)], "f4"))
-    arrays: dict[str, NDArray[Any]] = {
-        name: np.concatenate(parts) for name, parts in columns.items()
-    }
+    if not any("temperature" in seen.row.extra for seen in rows):
+        del columns["sampler"]
+    arrays: dict[str, Any] = {name: np.concatenate(parts) for name, parts in columns.items()}
     arrays["calls"] = np.array([name for seen in rows for name in seen.calls], np.bytes_)
     arrays["offsets"] = np.cumsum([0, *map(len, columns["trainer"])], dtype=np.int64)
-    path = _path(folder, step)
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.unlink(missing_ok=True)
     file = io.BytesIO()
-    with zipfile.ZipFile(file, "w", compresslevel=1) as archive:
-        for name, array in arrays.items():
-            data = io.BytesIO()
-            np.lib.format.write_array(data, array)
-            # Log-probs hardly shrink, and take long to try; advantages repeat.
-            how = zipfile.ZIP_STORED if name in ("trainer", "sampler") else zipfile.ZIP_DEFLATED
-            archive.writestr(f"{name}.npy", data.getbuffer(), how)
-    with open_private(temporary) as out:
-        out.write(file.getbuffer())
-    os.replace(temporary, path)
+    np.savez_compressed(file, **arrays)
+    folder.tokens.mkdir(mode=0o700, exist_ok=True)
+    folder.write(_path(folder, step), file.getvalue())
 
 
-def read_call(folder: RunFolder, step: int, call_id: str) -> TrainedTokens | None:
-    """Return what a step saw of a call that it trained on; None if that is not kept."""
+def read_call(folder: RunFolder, call: Call) -> TrainedTokens | None:
+    """Return what its step saw of a call; None if none trained on it, or that is not kept."""
+    if call.trained_step is None:
+        return None
     try:
-        with np.load(_path(folder, step), allow_pickle=False) as file:
-            at = np.flatnonzero(file["calls"] == call_id.encode())
-            start, end = file["offsets"][at[0] : at[0] + 2]
-            sampler = file["sampler"][start:end] if "sampler" in file else None
-            return TrainedTokens(file["trainer"][start:end], file["advantage"][start:end], sampler)
+        with np.load(_path(folder, call.trained_step)) as file:
+            [at] = np.flatnonzero(file["calls"] == call.id.encode())
+            some = slice(*file["offsets"][at : at + 2])
+            sampler = file["sampler"][some] if "sampler" in file else None
+            return TrainedTokens(file["trainer"][some], file["advantage"][some], sampler)
     except (OSError, LookupError, ValueError, zipfile.BadZipFile):  # pruned, or of another call
         return None
 
 
 def drop_after(folder: RunFolder, step: int) -> None:
     """Delete the files of steps that a resumed run makes again."""
-    for made, path in _files(folder).items():
-        if made > step:
+    for path in _files(folder):
+        if int(path.stem) > step:
             path.unlink(missing_ok=True)
 
 
 def prune(folder: RunFolder, keep: int) -> None:
     """Delete all files but those of the ``keep`` newest steps."""
-    for path in list(_files(folder).values())[:-keep]:
+    for path in _files(folder)[:-keep]:
         path.unlink(missing_ok=True)
 
 
@@ -107,6 +93,6 @@ def _path(folder: RunFolder, step: int) -> Path:
     return folder.tokens / f"{step:06d}.npz"
 
 
-def _files(folder: RunFolder) -> Mapping[int, Path]:
-    found = (path for path in folder.tokens.glob("*.npz") if path.stem.isdigit())
-    return dict(sorted((int(path.stem), path) for path in found))
+def _files(folder: RunFolder) -> list[Path]:
+    found = [path for path in folder.tokens.glob("*.npz") if path.stem.isdigit()]
+    return sorted(found, key=lambda path: int(path.stem))

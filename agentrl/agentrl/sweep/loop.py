@@ -1,36 +1,44 @@
-"""The loop of a sweep: ask for values, run trials, report their metrics, stop the hopeless."""
+"""The loop of a sweep: ask for values, train, report the metric, stop the hopeless."""
 
 from __future__ import annotations
 
+import contextlib
 import statistics
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from subprocess import Popen
+from threading import Event, Lock
 from typing import TYPE_CHECKING, Any
 
 from agentrl.capacity import available_cores
-from agentrl.config.commands import SweepConfig, TrainConfig
-from agentrl.config.setting_names import settings_of
+from agentrl.config.commands import SweepConfig
+from agentrl.config.errors import ConfigError
+from agentrl.console.output import print_line
 from agentrl.runs.folder import RunFolder
-from agentrl.runs.recorded import shown
-from agentrl.sweep.display import SweepDisplay
-from agentrl.sweep.record import SweepRecord, TrialRow, write_record
-from agentrl.sweep.space import Dimension, shared_settings, with_values
-from agentrl.sweep.study import distribution, importances, tell, trials_of
-from agentrl.sweep.trial import RunningTrial
+from agentrl.sweep.process import start_training, why_failed
+from agentrl.sweep.space import Space, trial_settings
+from agentrl.sweep.study import BEST, SweepResults, figure_of, settings_of
 
 if TYPE_CHECKING:
-    from optuna import Study
-    from optuna.trial import FrozenTrial
+    from optuna import Study, Trial
 
 _POLL_S = 0.5
-_HOPELESS = 3
-"""Trials that failed before any was complete: the settings are wrong for all."""
+_MOST_STARTS = 4
+"""Processes of one run that this sweep starts: something kills them."""
+
+
+class _FailedError(Exception):
+    """A trial cannot be trained."""
+
+
+class _EndingError(Exception):
+    """The sweep ends before the trial, which goes on in the next one."""
 
 
 @dataclass
 class Sweep:
-    """A sweep in progress; its folder is locked.
+    """A sweep in progress; its folder is locked. A thread works on each trial.
 
     Args:
         steps: of a run, where the sweep does not choose them.
@@ -38,196 +46,161 @@ class Sweep:
 
     folder: RunFolder
     config: SweepConfig
-    space: Sequence[Dimension]
+    space: Space
     study: Study
     steps: int
-    display: SweepDisplay
-    active: list[RunningTrial] = field(default_factory=list[RunningTrial])
 
-    def run(self) -> SweepRecord:
-        """Run the trials that are left; return what was found.
+    def __post_init__(self) -> None:
+        self._ending, self._lock = Event(), Lock()
+        trials = self.study.get_trials(deepcopy=False)
+        self._left = [one for one in trials if not one.state.is_finished()]
+
+    def run(self) -> None:
+        """Run the trials that are left, as many at a time as the settings say.
 
         Raises:
-            RuntimeError: every trial fails.
             ConfigError: the runs do not record the metric.
         """
-        from optuna.trial import Trial, TrialState
+        parallel = self.config.sweep.parallel
+        with ThreadPoolExecutor(parallel) as pool:
+            workers = [pool.submit(self._work) for _ in range(parallel)]
+            try:
+                for worker in as_completed(workers):
+                    worker.result()
+            finally:
+                self._ending.set()
 
-        self._distributions = {one.name: distribution(one) for one in self.space}
-        self._total = trials_of(self.config, self.space)
-        known = {setting.name: setting.variable for setting in settings_of(TrainConfig)}
-        self._hidden = [known[one.name] for one in self.space if one.name in known]
-        for left in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-            self._take(Trial(self.study, left._trial_id), "goes on")
-        try:
-            while self._fill() or self.active:
-                changed = [self._advance(trial) for trial in list(self.active)]
-                if any(changed):
-                    self._publish()
-                time.sleep(_POLL_S)
-        finally:
-            self._stop()
-        return self._publish()
+    def _work(self) -> None:
+        with contextlib.suppress(_EndingError):
+            while not self._ending.is_set() and (trial := self._next()) is not None:
+                self._run_trial(trial)
 
-    def _fill(self) -> bool:
-        """Ask for a trial if there is room; return whether one was begun."""
-        full = len(self.active) >= self.config.sweep.parallel
-        if full or len(self.study.get_trials(deepcopy=False)) >= self._total:
-            return False
-        self._take(self.study.ask(), "begins")
-        self._publish()
-        return True
+    def _next(self) -> Trial | None:
+        """Return a trial that a kill has left, or a new one; None if there are enough."""
+        from optuna import Trial
 
-    def _take(self, asked: Any, what: str) -> None:
-        for name, kind in self._distributions.items():  # what was chosen before a kill stays
-            asked._suggest(name, kind)
-        params = dict(asked.params)
-        settings = with_values(shared_settings(self.config), params)
-        config = self.folder.root / "trials" / f"{asked.number:03d}.toml"
-        write_toml(self.folder, config, settings)
-        share = available_cores() // self.config.sweep.parallel
-        cores = self.config.model.cores or max(1, share)
-        group = self.config.run.group or self.folder.name
-        flags = ["--model.cores", str(cores), "--run.group", group]
-        runs, seed = self._runs(asked.number), self.config.run.seed
-        trial = RunningTrial(asked, params, runs, config, flags, seed)
-        self.active.append(trial)
-        self.display.trial(what, self._row(trial))
+        with self._lock:
+            if self._left:
+                trial, what = Trial(self.study, self._left.pop(0)._trial_id), "goes on"
+            elif len(self.study.get_trials(deepcopy=False)) < self.study.user_attrs["total"]:
+                trial, what = self.study.ask(), "begins"
+            else:
+                return None
+            for name, kind in self.space.items():  # what was chosen before a kill stays
+                trial._suggest(name, kind)
+        self._say(trial, what)
+        return trial
 
-    def _runs(self, number: int) -> list[RunFolder]:
-        name, seeds = f"{self.folder.name}-{number:03d}", self.config.sweep.seeds
+    def _run_trial(self, trial: Trial) -> None:
+        """Train the runs of a trial, one for each seed, and tell the study how it ended."""
+        from optuna import TrialPruned
+        from optuna.trial import TrialState
+
+        how, config = self.config, self.folder.root / "trials" / f"{trial.number:03d}.toml"
+        cores = how.model.cores or max(1, available_cores() // how.sweep.parallel)
+        own = {"model.cores": cores, "run.group": how.run.group or self.folder.name}
+        self._write(config, own | trial.params)
+        name, seeds = f"{self.folder.name}-{trial.number:03d}", how.sweep.seeds
         names = [name] if seeds == 1 else [f"{name}-{seed}" for seed in range(seeds)]
-        return [RunFolder(self.folder.root.parent / one) for one in names]
+        values: list[float] = []
+        try:
+            for seed, name in enumerate(names):
+                trial.set_user_attr("runs", names[: seed + 1])
+                run = RunFolder(self.folder.root.with_name(name))
+                values.append(self._train(trial, config, run, seed))
+        except TrialPruned:
+            self._end(trial, "is pruned", state=TrialState.PRUNED)
+        except _FailedError as why:
+            trial.set_user_attr("reason", str(why))
+            self._end(trial, "failed", state=TrialState.FAIL)
+        else:
+            if seeds > 1:
+                trial.set_user_attr("spread", statistics.stdev(values))
+            self._end(trial, "is complete", values=statistics.fmean(values))
 
-    def _advance(self, trial: RunningTrial) -> bool:
-        """Look after a trial; return whether there is something new."""
-        process = trial.process
-        if process is not None and process.poll() is None:
-            return not trial.pruned and self._report(trial)
-        if process is not None:
-            trial.code, trial.process = process.wait(), None
-            assert process.stdin is not None
-            process.stdin.close()
-        if trial.pruned:
-            self.active.remove(trial)
-            return True
-        if (state := trial.state()) == "running":
-            return False
-        if state == "finished":
-            return self._run_ended(trial)
-        if why := trial.hopeless(state):
-            return self._failed(trial, why)
-        trial.start(self._hidden)
-        return True
+    def _train(self, trial: Trial, config: Path, run: RunFolder, seed: int) -> float:
+        """Train a run to its end, though its processes may be killed; return its last value.
 
-    def _report(self, trial: RunningTrial) -> bool:
-        """Report what is new in the run under way; stop the trial if the pruner says so."""
-        rows = trial.rows(self.config.sweep.metric)
-        if not rows or trial.last == rows[-1]:
-            return False
-        trial.last = rows[-1]
-        if trial.at:  # the pruner looks at the first seed
-            return True
-        reported = self.study.get_trials(deepcopy=False)[trial.number].intermediate_values
-        steps = trial.params.get("run.steps", self.steps)
-        for step, value in rows:
-            if step not in reported:
-                trial.study.report(value, step)
-                if step < steps and trial.study.should_prune():
-                    self._prune(trial)
-                    break
-        return True
+        Raises:
+            TrialPruned: it is worse than others.
+            _FailedError: it cannot be trained.
+        """
+        log, starts = config.with_name(f"{run.name}.log"), 0
+        while run.is_in_use():  # a process of a sweep that was killed ends in a moment
+            self._pause()
+        while not run.summary.is_file():
+            if starts == _MOST_STARTS:
+                raise _FailedError(f"its process was ended {starts} times; see {log}")
+            starts += 1
+            with start_training(run, config, self.config.run.seed + seed, log) as process:
+                try:
+                    self._watch(process, trial, run, judged=seed == 0)
+                finally:
+                    process.terminate()
+                    process.wait()
+            if why := why_failed(process.returncode, log):
+                raise _FailedError(why)
+        if values := self._values(run):
+            return values[max(values)]
+        metric, names = (
+            self.config.sweep.metric,
+            {name for row in run.read_metrics() for name in row},
+        )
+        kind = _FailedError if metric in names else ConfigError
+        raise kind(f"sweep.metric: {run.name} has no {metric!r}; it has {', '.join(sorted(names))}")
 
-    def _prune(self, trial: RunningTrial) -> None:
-        from optuna.trial import TrialState
+    def _watch(self, process: Popen[bytes], trial: Trial, run: RunFolder, *, judged: bool) -> None:
+        """Wait for the end of a process; report the metric of a run that is ``judged``.
 
-        tell(self.study, trial.number, state=TrialState.PRUNED)
-        trial.pruned = True
-        if trial.process is not None:
-            trial.process.terminate()
-        self.display.trial("is pruned", self._row(trial))
+        Raises:
+            TrialPruned: the pruner says so.
+        """
+        from optuna import TrialPruned
 
-    def _run_ended(self, trial: RunningTrial) -> bool:
-        rows = trial.rows(self.config.sweep.metric)
-        if not rows:
-            return self._failed(trial, f"{self.config.sweep.metric} was never a finite number")
-        trial.values.append(rows[-1][1])
-        if trial.next_run():
-            return True
-        if len(trial.values) > 1:
-            trial.study.set_user_attr("spread", statistics.stdev(trial.values))
-        return self._ended(trial, "is complete", values=statistics.fmean(trial.values))
+        reported = {*self.study.get_trials(deepcopy=False)[trial.number].intermediate_values}
+        last_step, goes_on = trial.params.get("run.steps", self.steps), True
+        while goes_on:
+            self._pause()
+            goes_on = process.poll() is None
+            news = self._values(run) if judged else {}
+            for step in sorted(news.keys() - reported):
+                trial.report(news[step], step)
+                reported.add(step)
+                if goes_on and step < last_step and trial.should_prune():
+                    run.pruned.touch()
+                    raise TrialPruned
 
-    def _failed(self, trial: RunningTrial, why: str) -> bool:
-        from optuna.trial import TrialState
+    def _values(self, run: RunFolder) -> dict[int, float]:
+        """Return the metric by step, without the one before training."""
+        metric = self.config.sweep.metric
+        rows = [row for row in run.read_metrics() if row.get(metric) is not None]
+        return {row["step"]: row[metric] for row in rows if row["step"]}
 
-        trial.study.set_user_attr("reason", why)
-        self._ended(trial, "failed", state=TrialState.FAIL)
-        states = [one.state for one in self.study.get_trials(deepcopy=False)]
-        if states.count(TrialState.FAIL) >= _HOPELESS and TrialState.COMPLETE not in states:
-            raise RuntimeError(f"every trial fails; the last: {why}")
-        return True
+    def _pause(self) -> None:
+        if self._ending.wait(_POLL_S):
+            raise _EndingError
 
-    def _ended(self, trial: RunningTrial, what: str, **told: Any) -> bool:
-        tell(self.study, trial.number, **told)
-        self.active.remove(trial)
-        self.display.trial(what, self._rows()[trial.number])
-        return True
+    def _end(self, trial: Trial, what: str, **told: Any) -> None:
+        """Tell the study how a trial ended, and keep the best settings in a file."""
+        with self._lock:
+            with contextlib.suppress(RuntimeError):  # a grid's last point stops Optuna's own loop
+                self.study.tell(trial.number, **told)
+            found = SweepResults(self.study, self.folder)
+            if (best := found.best) and best.number == trial.number:
+                about = (
+                    f"# Trial {best.number} of {found.name}: {found.metric} {figure_of(best)}\n\n"
+                )
+                self._write(self.folder.root / BEST, best.params, about)
+        self._say(trial, what)
 
-    def _stop(self) -> None:
-        """End the trials' processes in order; they can be continued."""
-        for trial in self.active:
-            if trial.process is not None:
-                trial.process.terminate()
-        for trial in self.active:
-            if trial.process is not None:
-                trial.process.wait()
+    def _write(self, path: Path, values: dict[str, Any], about: str = "") -> None:
+        import tomli_w
 
-    # ---- what was found
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        self.folder.write(path, about + tomli_w.dumps(trial_settings(self.config, values)))
 
-    def _publish(self) -> SweepRecord:
-        how = self.config.sweep
-        space = [one.recorded() for one in self.space]
-        record = SweepRecord(self.folder.name, how.metric, how.direction, self._total, space)
-        record.trials, record.importance = self._rows(), importances(self.study)
-        if best := record.best:
-            path = self.folder.root / "best.toml"
-            about = (
-                f"The best trial of the sweep {self.folder.name}: {how.metric} {best.value:.4g} in "
-                f"{', '.join(best.runs)}"
-            )
-            settings = with_values(shared_settings(self.config), best.params)
-            write_toml(self.folder, path, settings, about)
-            record.best_command = f"agentrl train --config {shown(path)}"
-        write_record(self.folder, record)
-        self.display.show(record)
-        return record
-
-    def _rows(self) -> list[TrialRow]:
-        running = {trial.number: trial for trial in self.active if not trial.pruned}
-        return [
-            self._row(running[one.number]) if one.number in running else self._ended_row(one)
-            for one in self.study.get_trials(deepcopy=False)
-        ]
-
-    def _row(self, trial: RunningTrial) -> TrialRow:
-        runs = [run.name for run in trial.runs[: trial.at + 1]]
-        step, value = trial.last or (0, None)
-        state = "pruned" if trial.pruned else "running"
-        return TrialRow(trial.number, state, dict(trial.params), runs, value, step=step)
-
-    def _ended_row(self, one: FrozenTrial) -> TrialRow:
-        state = {"FAIL": "failed"}.get(one.state.name, one.state.name.lower())
-        runs = [run.name for run in self._runs(one.number) if run.exists()]
-        attributes = one.user_attrs
-        return TrialRow(
-            one.number, state, dict(one.params), runs, one.value, attributes.get("spread"),
-            one.last_step or 0, attributes.get("reason", ""),
-        )  # fmt: skip
-
-
-def write_toml(folder: RunFolder, path: Any, settings: dict[str, Any], about: str = "") -> None:
-    import tomli_w
-
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    folder.write(path, (f"# {about}\n\n" if about else "") + tomli_w.dumps(settings))
+    def _say(self, trial: Trial, what: str) -> None:
+        now = self.study.get_trials(deepcopy=False)[trial.number]
+        said = now.user_attrs.get("reason", f"{self.config.sweep.metric} {figure_of(now)}")
+        said = said if now.state.is_finished() else settings_of(now)
+        print_line(f"trial {now.number} {what}: {said}")

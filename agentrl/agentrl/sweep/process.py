@@ -1,8 +1,43 @@
-"""A trial's process: ``agentrl train``, which ends when its sweep is gone."""
+"""A process that trains a run of a trial: ``agentrl train``, which ends when its sweep is gone."""
+
+from __future__ import annotations
 
 import runpy
+import subprocess
+import sys
+from pathlib import Path
 
+from agentrl.process_privacy import open_private
+from agentrl.runs.folder import RunFolder
 from agentrl.supervisor import end_with_parent
+
+
+def start_training(run: RunFolder, config: Path, seed: int, log: Path) -> subprocess.Popen[bytes]:
+    """Start a run with the settings in the file ``config``, or continue it."""
+    if run.exists():
+        told = ["--resume", str(run.root)]
+    else:
+        told = ["--config", str(config), "--name", run.name, "--runs", str(run.root.parent)]
+        told += ["--seed", str(seed)]
+    run.pruned.unlink(missing_ok=True)
+    with open_private(log) as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "agentrl.sweep.process", "train", *told],
+            stdin=subprocess.PIPE,  # it ends when this end closes
+            stdout=output,
+            stderr=output,
+            start_new_session=True,  # Ctrl-C reaches the sweep only
+        )
+
+
+def why_failed(code: int, log: Path) -> str:
+    """Say why a process failed; empty if it did not, or a signal ended it."""
+    if not 0 < code < 128:
+        return ""
+    lines = log.read_text(errors="replace").splitlines()
+    said = [line for line in lines if line.startswith("error: ")]
+    return said[-1] if said else f"its run failed; see {log}"
+
 
 if __name__ == "__main__":
     end_with_parent()

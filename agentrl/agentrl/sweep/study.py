@@ -1,52 +1,47 @@
-"""The study: Optuna's storage in the sweep's folder, its sampler and its pruner."""
+"""The study: Optuna's storage in the sweep's folder, to search with and to read results from."""
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import logging
 import math
-from collections.abc import Sequence
+import os
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.config.commands import SweepConfig
 from agentrl.config.errors import ConfigError
 from agentrl.runs.folder import RunFolder
-from agentrl.sweep.space import Dimension, shared_settings
+from agentrl.runs.recorded import shown
+from agentrl.sweep.space import Space, trial_settings
 
 if TYPE_CHECKING:
-    from optuna import Study
-    from optuna.distributions import BaseDistribution
-    from optuna.pruners import BasePruner
-    from optuna.samplers import BaseSampler
+    from optuna import Study, pruners, samplers
+    from optuna.trial import FrozenTrial
 
-_NEEDS = {"gp": "scipy", "cmaes": "cmaes"}
-_EXTRA = "agentrl-middleware[sweep]"
+BEST = "best.toml"
+_STUDY = "study.db"
+_EXTRA = "'agentrl-middleware[sweep]'"
+_NEEDS = {"gp": ["scipy"], "cmaes": ["cmaes"]}
 _HALVING = 3
-_ENOUGH = 5  # complete trials
-_FIXED = ("space", "metric", "direction", "seeds", "settings")
+_ENOUGH = 5
+"""Complete trials, from which importance can be told."""
 
 
-def check_packages(config: SweepConfig) -> None:
+def check_packages(sampler: str) -> None:
     """Refuse to begin without the packages that a sweep needs.
 
     Raises:
         ConfigError: one is not installed; says what installs it.
     """
-    needed = {"optuna": _EXTRA, "tomli_w": _EXTRA}
-    if own := _NEEDS.get(config.sweep.sampler):
-        needed[own] = own
-    for package, install in needed.items():
-        try:
-            importlib.import_module(package)
-        except ImportError as error:
-            what = "sweep.sampler" if package == install else "agentrl sweep"
-            raise ConfigError(f"{what} needs {package}: pip install '{install}'") from error
+    own = _NEEDS.get(sampler, [])
+    if missing := [one for one in ("optuna", "tomli_w", *own) if find_spec(one) is None]:
+        raise ConfigError(
+            f"sweep.sampler: a sweep with {sampler} needs {', '.join(missing)}: "
+            f"pip install {' '.join([_EXTRA, *own])}"
+        )
 
 
-def open_study(
-    folder: RunFolder, config: SweepConfig, space: Sequence[Dimension], steps: int
-) -> Study:
+def open_study(folder: RunFolder, config: SweepConfig, steps: int) -> Study:
     """Return the study of a folder, new or as it was left.
 
     Raises:
@@ -54,86 +49,127 @@ def open_study(
     """
     import optuna
 
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    logging.getLogger("alembic").setLevel(logging.WARNING)
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
     how = config.sweep
     study = optuna.create_study(
         # A journal file would be damaged by a kill in the middle of a line.
-        storage=f"sqlite:///{folder.root / 'study.db'}",
+        storage=f"sqlite:///{folder.root / _STUDY}",
         study_name=folder.name,
         direction=how.direction,
         pruner=_pruner(how.pruner, steps),
         load_if_exists=True,
     )
-    given = {
-        "space": [one.recorded() for one in space],
-        "settings": shared_settings(config),
-        **how.model_dump(include={"metric", "direction", "seeds"}),
-    }
-    for name in _FIXED:
-        known = study.user_attrs.get(name, given[name])
-        if known != given[name]:
-            which = "the settings of its trials" if name == "settings" else f"sweep.{name}"
-            raise ConfigError(
-                f"name: {folder.name!r} is a sweep with other values of {which}, which cannot "
-                f"change: it had {known!r}. Give the new sweep another --name"
-            )
-        study.set_user_attr(name, given[name])
     # Another seed after each restart: the same one would choose the same values again.
-    seed = config.run.seed + len(study.get_trials(deepcopy=False))
-    study.sampler = _sampler(how.sampler, space, seed, config.run.seed)
+    study.sampler = _sampler(config, config.run.seed + len(study.get_trials(deepcopy=False)))
+    fixed = how.model_dump(mode="json", include={"metric", "direction", "seeds", "space"})
+    fixed["settings"] = trial_settings(config, {})
+    known = study.user_attrs.get("fixed", fixed)
+    if changed := [name for name in fixed if known[name] != fixed[name]]:
+        raise ConfigError(
+            f"name: the {changed[0]} of the sweep {folder.name!r} cannot change: it had "
+            f"{known[changed[0]]!r}. Give the new sweep another --name"
+        )
+    study.set_user_attr("fixed", fixed)
+    whole_grid = math.prod(map(len, how.space.values())) if how.sampler == "grid" else math.inf
+    study.set_user_attr("total", min(how.trials, whole_grid))
     return study
 
 
-def distribution(one: Dimension) -> BaseDistribution:
-    from optuna import distributions
+class SweepResults:
+    """What a sweep has found so far.
 
-    if one.choices:
-        return distributions.CategoricalDistribution(one.choices)
-    if one.whole:
-        step = int(one.step or 1)
-        return distributions.IntDistribution(int(one.low), int(one.high), one.log, step)
-    return distributions.FloatDistribution(one.low, one.high, one.log, one.step)
-
-
-def trials_of(config: SweepConfig, space: Sequence[Dimension]) -> int:
-    """Return how many trials the sweep has: a grid has no more than its points."""
-    if config.sweep.sampler != "grid":
-        return config.sweep.trials
-    return min(config.sweep.trials, math.prod(len(one.values()) for one in space))
-
-
-def tell(study: Study, number: int, **what: Any) -> None:
-    """Tell the study how a trial ended."""
-    with contextlib.suppress(RuntimeError):  # the last point of a grid stops Optuna's own loop
-        study.tell(number, **what)
-
-
-def importances(study: Study) -> dict[str, float]:
-    """Return how much each setting decides to be among the best tenth; they add up to 1.
-
-    They are empty before there are enough complete trials to tell.
+    Trials have as attributes of the user: ``runs``, the names of those that were begun, one for
+    each seed; ``spread``, the standard deviation over several seeds; ``reason``, why it failed.
     """
-    import optuna
 
-    complete = study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,))
-    if len(complete) < _ENOUGH or len({trial.value for trial in complete}) < 2:
-        return {}
-    return optuna.importance.get_param_importances(study)
+    def __init__(self, study: Study, folder: RunFolder) -> None:
+        from optuna.importance import get_param_importances
+
+        fixed: dict[str, Any] = study.user_attrs["fixed"]
+        self.name, self.metric = folder.name, fixed["metric"]
+        self.maximize: bool = fixed["direction"] == "maximize"
+        self.total: int = study.user_attrs["total"]
+        self.trials = study.get_trials(deepcopy=False)
+        self.complete = [one for one in self.trials if one.state.name == "COMPLETE"]
+        known = sorted(self.complete, key=lambda one: one.value or 0.0, reverse=self.maximize)
+        self.ranked = known + [one for one in self.trials if one.state.name != "COMPLETE"]
+        """The best complete one first, then the others by number."""
+        self.best = known[0] if known else None
+        self.best_command = f"agentrl train --config {shown(folder.root / BEST)}"
+        self.space: Space = {}
+        for trial in self.trials:
+            self.space |= trial.distributions
+        told = len(known) >= _ENOUGH and known[0].value != known[-1].value
+        self.importance = get_param_importances(study) if told else {}
+        """Share of each setting, the greatest first; empty before there are enough trials."""
+        ended = sum(trial.state.is_finished() for trial in self.trials)
+        left = "running" if folder.is_in_use() else "interrupted"
+        self.state = "finished" if ended >= self.total else left
+        self.version = f"{self.state}-{ended}-{sum(one.last_step or 0 for one in self.trials)}"
+        """What differs once there is something new."""
 
 
-def _sampler(name: str, space: Sequence[Dimension], seed: int, order: int) -> BaseSampler:
+def read_results(root: Path, name: str) -> SweepResults:
+    """Read the sweep ``name`` below the folder ``root``.
+
+    Raises:
+        ConfigError: there is none, or it cannot be read.
+    """
+    folder, file = RunFolder(root / name), root / name / _STUDY
+    if name != os.path.basename(name) or not file.is_file():
+        raise ConfigError(f"sweep: there is no sweep {name!r} in {root}")
+    try:
+        import optuna
+
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        # To bring it up to date is the sweep's to do.
+        storage = optuna.storages.RDBStorage(
+            f"sqlite:///{file}", skip_table_creation=True, skip_compatibility_check=True
+        )
+        try:
+            return SweepResults(optuna.load_study(study_name=None, storage=storage), folder)
+        finally:
+            storage.engine.dispose()
+    except Exception as error:  # of Optuna and SQLAlchemy, which have many kinds
+        raise ConfigError(f"sweep: {file} cannot be read (it takes {_EXTRA}): {error}") from error
+
+
+def sweeps_in(root: Path) -> list[str]:
+    """Return the names of the sweeps below a folder, the one changed last first."""
+    files = sorted(root.glob(f"*/{_STUDY}"), key=lambda file: -file.stat().st_mtime)
+    return [file.parent.name for file in files]
+
+
+def text_of(value: Any) -> str:
+    """Return the value of a setting or a metric as text."""
+    return f"{value:.4g}" if isinstance(value, float) else "–" if value is None else str(value)
+
+
+def figure_of(trial: FrozenTrial) -> str:
+    """Return the metric of a trial, with its spread."""
+    spread = trial.user_attrs.get("spread")
+    return text_of(trial.value) + (f" ± {spread:.2g}" if spread is not None else "")
+
+
+def settings_of(trial: FrozenTrial) -> str:
+    return "  ".join(f"{name}={text_of(value)}" for name, value in trial.params.items())
+
+
+def _sampler(config: SweepConfig, seed: int) -> samplers.BaseSampler:
     from optuna import samplers
 
-    if name == "grid":  # its order must be the same after a restart
-        return samplers.GridSampler({one.name: one.values() for one in space}, seed=order)
-    if name in _NEEDS:
-        kind = samplers.GPSampler if name == "gp" else samplers.CmaEsSampler
-        return kind(seed=seed, warn_independent_sampling=False)
-    return (samplers.RandomSampler if name == "random" else samplers.TPESampler)(seed=seed)
+    if config.sweep.sampler == "grid":  # its order must be the same after a restart
+        return samplers.GridSampler(config.sweep.space, seed=config.run.seed)
+    kinds = {
+        "cmaes": samplers.CmaEsSampler,
+        "gp": samplers.GPSampler,
+        "random": samplers.RandomSampler,
+        "tpe": samplers.TPESampler,
+    }
+    return kinds[config.sweep.sampler](seed=seed)
 
 
-def _pruner(name: str, steps: int) -> BasePruner:
+def _pruner(name: str, steps: int) -> pruners.BasePruner:
     from optuna import pruners
 
     if name == "asha":

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from agentrl.config.settings import EvaluationSettings
-from agentrl.runs.best_adapter import keep_best
+from agentrl.runs.best_adapter import held_out_of, keep_best
 from agentrl.runs.metric_names import HELD_OUT
 from agentrl.timing import PhaseTimer
 from agentrl.training.metrics import note_failed_rollouts, seconds_row
@@ -52,7 +52,7 @@ def evaluate_if_due(run: TrainingRun, step: int, *, last: bool = False) -> None:
     how, display = run.config.evaluation, run.display
     if not run.eval_ids or (step % how.every and step != run.steps and not last):
         return
-    if (known := run.metrics_log.held_out().get(step)) is not None:
+    if (known := held_out_of(run.folder).get(step)) is not None:
         display.evaluated(step, known)
         return
     timer = PhaseTimer()

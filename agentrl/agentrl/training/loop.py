@@ -31,6 +31,7 @@ from agentrl.guards.budget import BudgetSpentError
 from agentrl.guards.run_guards import Guards
 from agentrl.process_privacy import private_files
 from agentrl.runs import token_records
+from agentrl.runs.best_adapter import held_out_of
 from agentrl.runs.folder import strict
 from agentrl.runs.metric_names import REWARD
 from agentrl.runs.summary import Ending, Summary
@@ -83,7 +84,7 @@ def train(run: TrainingRun) -> Summary:
             run.give_up_after(step)
         return run.finish(step, ended)
     except KeyboardInterrupt:
-        run.metrics_log.close()  # the process will end without its trackers' own hooks
+        run.metrics_log.close(killed=True)  # the process ends without its trackers' own hooks
         raise
 
 
@@ -283,7 +284,7 @@ class TrainingRun:
         if how.keep_adapters is not None:
             # Rollouts that run ahead, and the versions that vLLM loads again when it recovers.
             keep = how.keep_adapters + self.config.rollouts.max_staleness
-            self.folder.prune_adapters(keep, self.metrics_log.held_out())
+            self.folder.prune_adapters(keep, held_out_of(self.folder))
 
     # ---- across crashes
 
@@ -339,7 +340,7 @@ class TrainingRun:
         for name, fault in faults.items():
             self.display.note(f"checkpoint {name} was passed over: {fault}")
         # An evaluation of this step that was killed is made again.
-        evaluated = step in self.metrics_log.held_out()
+        evaluated = step in held_out_of(self.folder)
         self.store.cancel(self.run_id, "the run was resumed", after_step=step, evaluated=evaluated)
         self.store.supersede(self.run_id, after_step=step)
         self.store.drop_adapters_after(self.run_id, step)

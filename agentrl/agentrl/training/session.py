@@ -46,7 +46,6 @@ _MAINTAIN_S = 0.5  # between looks for expired leases
 _BEAT_S = 10.0
 _FAREWELL_S = 1.0  # for a store that is away, to note that the run has ended
 _REFUSED_S = 3.0  # before a refusal counts: a dying vLLM refuses too, and a shared folder may lag
-_READY_TIMEOUT_S = 600.0  # a large model takes minutes to load
 _HOPELESS_RESTARTS = 5  # restarts in a row without anything getting done
 
 
@@ -233,25 +232,7 @@ class Session:
         """
         if self._vllm:
             self._vllm.wait(on_wait)
-        waiting, gateway = Waiting(on_wait), self.gateway
-        limit = _READY_TIMEOUT_S + (self._plan.vllm_wait or 0)
-        while (health := gateway.health()) is None:
-            killed = (gateway.last_code or 0) < 0  # from outside, which starting again may outlive
-            tries = 10 if killed else 3
-            if gateway.could_not_start or gateway.deaths >= tries or waiting.seconds > limit:
-                # Its reason comes last, after warnings and retries of what it loads.
-                said, begins, why = gateway.log_tail().rpartition("the gateway cannot start: ")
-                raise RunError(
-                    f"{begins}{why}\nits log: {gateway.log}"
-                    if begins
-                    else f"the gateway does not start (exit code {gateway.last_code}); the end of "
-                    f"{gateway.log}:\n{said}{why}"
-                )
-            waiting.still(
-                lambda: f"the gateway is starting ({waiting.seconds:.0f} s) {gateway.log_tail(1)}"
-            )
-            time.sleep(_POLL_S)
-        return health
+        return self.gateway.wait_ready(on_wait)
 
     def publish(
         self, name: str, version: int, path: str, step: int, on_trouble: Callable[[str], None]

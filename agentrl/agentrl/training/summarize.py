@@ -6,7 +6,7 @@ import shutil
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from agentrl.runs.excerpts import answer_excerpt, prompt_excerpt
+from agentrl.history.rollout.conversation import answer_excerpt, prompt_excerpt
 from agentrl.runs.learning_curve import draw_learning_curve
 from agentrl.runs.metric_names import HELD_OUT, REWARD
 from agentrl.runs.summary import Ending, Reply, Summary

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hmac
 import secrets
-from http.cookies import CookieError, SimpleCookie
-from urllib.parse import parse_qsl, urlencode
 
 from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -42,53 +41,36 @@ class TokenGate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        request = Request(scope)
+        is_open = request.url.path.startswith(_OPEN)
 
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
-                for name, value in HEADERS.items():
-                    headers[name] = value
-                fixed = scope["path"].startswith(_OPEN)
-                headers["cache-control"] = "max-age=3600" if fixed else "no-store"
+                headers.update(HEADERS)
+                headers["cache-control"] = "max-age=3600" if is_open else "no-store"
             await send(message)
 
-        await self._answer(scope)(scope, receive, sending)
+        await self._answer(request, is_open)(scope, receive, sending)
 
-    def _answer(self, scope: Scope) -> ASGIApp:
-        query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
-        given = dict(query).get(_PARAMETER)
-        if given is not None and self._is_token(given):
-            rest = urlencode([pair for pair in query if pair[0] != _PARAMETER])
-            response = RedirectResponse(scope["path"] + (f"?{rest}" if rest else ""), 303)
+    def _answer(self, request: Request, is_open: bool) -> ASGIApp:
+        if self._is_token(given := request.query_params.get(_PARAMETER, "")):
+            rest = request.url.remove_query_params(_PARAMETER)
+            response = RedirectResponse(rest.replace(scheme="", netloc=""), 303)
             response.set_cookie(self._cookie, given, httponly=True, samesite="strict")
             return response
-        if self._is_token(self._cookie_of(scope)) or scope["path"].startswith(_OPEN):
-            if scope["method"] in ("GET", "HEAD") or _is_own(scope):
-                return self._app
-            return PlainTextResponse("Only the pages themselves may send forms.\n", 403)
-        text = "Open the link that `agentrl ui` printed; with an operator key, add ?token=KEY.\n"
-        return PlainTextResponse(text, 403)
+        if not is_open and not self._is_token(request.cookies.get(self._cookie, "")):
+            text = "Open the link that `agentrl ui` printed; with an operator key, add ?token=KEY."
+            return PlainTextResponse(f"{text}\n", 403)
+        # Another port is another server.
+        origin = request.headers.get("origin", "").partition("://")[2]
+        is_own = "origin" not in request.headers or origin == request.headers.get("host")
+        if request.method in ("GET", "HEAD") or is_own:
+            return self._app
+        return PlainTextResponse("Only the pages themselves may send forms.\n", 403)
 
     def _is_token(self, given: str) -> bool:
-        return hmac.compare_digest(given.encode(), self._token.encode())
-
-    def _cookie_of(self, scope: Scope) -> str:
-        for name, value in scope["headers"]:
-            if name == b"cookie":
-                try:
-                    cookies = SimpleCookie(value.decode("latin-1"))
-                except CookieError:
-                    continue
-                if self._cookie in cookies:
-                    return cookies[self._cookie].value
-        return ""
-
-
-def _is_own(scope: Scope) -> bool:
-    """Whether a request comes from a page of this address: another port is another server."""
-    headers = dict(scope["headers"])
-    host, origin = headers.get(b"host", b""), headers.get(b"origin", b"")
-    return not origin or origin.partition(b"://")[2] == host
+        return hmac.compare_digest(given.encode(errors="replace"), self._token.encode())
 
 
 def kept_token(shown: str) -> str:

@@ -16,9 +16,9 @@ from starlette.staticfiles import StaticFiles
 from agentrl.config.errors import ConfigError
 from agentrl.config.secrets import MissingSecretError
 from agentrl.gateway.on_demand import Replayer
+from agentrl.history.rollout.vocabulary import Vocabularies
 from agentrl.history.run_list import RunList
 from agentrl.history.sources import Sources
-from agentrl.history.vocabulary import Vocabularies
 from agentrl.ui.access import TokenGate
 from agentrl.ui.pages import PAGES
 from agentrl.ui.views import STATIC, page

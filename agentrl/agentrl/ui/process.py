@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import sys
@@ -11,7 +10,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from agentrl.process_privacy import hide_memory
-from agentrl.supervisor import SupervisedProcess, end_with_parent, first_line
+from agentrl.supervisor import SupervisedProcess, end_with_parent
 from agentrl.ui.access import kept_token
 from agentrl_proxy.server.listening import bind, url_of
 
@@ -30,29 +29,28 @@ def pages_beside(runs: Path, log: Path) -> Iterator[tuple[SupervisedProcess, str
     except OSError:  # another run's pages are there
         listening = bind(_HOST, 0, operator_key=None)
     with closing(listening):
-        token = kept_token(str(runs.absolute()))
+        root = str(runs.absolute())
         process = SupervisedProcess(
             "pages",
-            [sys.executable, "-m", "agentrl.ui.process", str(listening.fileno())],
+            [sys.executable, "-m", "agentrl.ui.process", str(listening.fileno()), root],
             log,
-            stdin=json.dumps({"runs": str(runs.absolute()), "token": token}).encode() + b"\n",
             pass_fds=[listening.fileno()],
             grace_s=3.0,
         ).spawn()
         try:
-            yield process, f"{url_of(listening)}/?token={token}"
+            yield process, f"{url_of(listening)}/?token={kept_token(root)}"
         finally:
             process.stop()
 
 
 def main() -> None:
+    descriptor, root = sys.argv[1:]
     hide_memory()
-    handed = json.loads(first_line(0))
     end_with_parent()
     os.nice(10)  # the training goes before
     from agentrl.ui.app import create_app, serve
 
-    serve(create_app(Path(handed["runs"])), socket.socket(fileno=int(sys.argv[1])), handed["token"])
+    serve(create_app(Path(root)), socket.socket(fileno=int(descriptor)), kept_token(root))
 
 
 if __name__ == "__main__":

@@ -1,69 +1,97 @@
-"""The charts of a sweep, for its page and for the file that it writes at its end."""
+"""The charts of a sweep: parallel coordinates, importance, contour and history."""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import TYPE_CHECKING, Any
 
-from agentrl.sweep.figures import Axis, axes, best_so_far, places, surface, with_value
-from agentrl.sweep.record import SweepRecord, TrialRow, short_names
-from agentrl.ui.charts import Chart, bars, curve, lines, other
+import numpy as np
+
+from agentrl.sweep.study import SweepResults, text_of
+from agentrl.ui.charts import Chart, Points, bars, chart, lines
+
+if TYPE_CHECKING:
+    from optuna.trial import FrozenTrial
+
+_CELLS = 48
+_NEAR = 0.08  # of an axis: within it, the surface is smooth
 
 
-def sweep_charts(record: SweepRecord) -> list[Chart]:
-    """Return parallel coordinates, importance, contour and history, as far as there are trials."""
-    rows = with_value(record)
-    if not rows:
+def sweep_charts(found: SweepResults) -> list[Chart]:
+    """Return the charts, as far as there are trials for them."""
+    pruned = [one for one in found.trials if one.state.name == "PRUNED" and one.value is not None]
+    shown = [*pruned, *found.complete]  # the complete ones are drawn over the others
+    if not shown:
         return []
-    complete = [row for row in rows if row.state == "complete"]
-    pruned = [(row.number, row.value) for row in rows if row.state == "pruned"]
-    found = [_parallel(record, rows)]
-    if record.importance:
-        short = short_names(record)
-        shares = {"name": "share", "values": list(record.importance.values())}
-        names = [short[name] for name in record.importance]
-        found.append(
-            bars(
-                "importance", "Importance", names, [shares], x="setting", unit="%", horizontal=True
-            )
-        )
-    if (chart := _contour(record)) is not None:
-        found.append(chart)
-    series = [
-        curve("complete", [(row.number, row.value) for row in complete], style="dots"),
-        curve("pruned, so far", pruned, style="dots"),
-        curve("best", best_so_far(record)),
-    ]
-    found.append(lines("history", f"History of {record.metric}", series, x="trial"))
-    return found
+    charts = [_parallel(found, shown)]
+    if found.importance:
+        shares = {name.rpartition(".")[2]: share for name, share in found.importance.items()}
+        how = {"x": "setting", "unit": "%", "horizontal": True}
+        charts.append(bars("importance", "Importance", {"share": shares}, **how))
+    if len(found.space) > 1 and len(found.complete) > 2:
+        charts.append(_contour(found))
+    better = np.maximum if found.maximize else np.minimum
+    best = better.accumulate([one.value or 0.0 for one in found.complete]).tolist()
+    numbers = [one.number for one in found.complete]
+    curves: dict[str, Points] = {
+        "complete": {one.number: one.value for one in found.complete},
+        "pruned": {one.number: one.value for one in pruned},
+        "best": dict(zip(numbers, best, strict=True)),
+    }
+    title, dots = f"History of {found.metric}", ["complete", "pruned"]
+    return [*charts, lines("history", title, curves, x="trial", dots=dots)]
 
 
-def _parallel(record: SweepRecord, rows: list[TrialRow]) -> Chart:
-    names = [one["name"] for one in record.space]
-    return other(
+def _parallel(found: SweepResults, shown: list[FrozenTrial]) -> Chart:
+    names = list(found.space)
+    return chart(
         "parallel", "parallel", "Trials over the settings",
-        ["trial", "state", *names, record.metric],
-        [[r.number, r.state, *(r.params[name] for name in names), r.value] for r in rows],
-        axes=[_axis(one) for one in axes(record)],
-        lines=[[*places(record, row), row.value] for row in rows],
-        numbers=[row.number for row in rows], states=[row.state for row in rows],
-        metric=record.metric, maximize=record.direction == "maximize",
+        axes=[_axis(found, name) for name in names],
+        lines=[[*_place(found, names, trial), trial.value] for trial in shown],
+        numbers=[trial.number for trial in shown],
+        states=[trial.state.name.lower() for trial in shown],
+        metric=found.metric, maximize=found.maximize,
     )  # fmt: skip
 
 
-def _contour(record: SweepRecord) -> Chart | None:
-    found = surface(record)
-    if found is None:
-        return None
-    x, y = found.x.name, found.y.name
-    return other(
-        "contour", "contour", f"{record.metric} over the two most important settings",
-        ["trial", x, y, record.metric],
-        [[row.number, row.params[x], row.params[y], row.value] for _, _, row in found.points],
-        x=_axis(found.x), y=_axis(found.y), cells=found.cells, metric=record.metric,
-        points=[[at_x, at_y, row.value, row.number] for at_x, at_y, row in found.points],
-        maximize=record.direction == "maximize",
+def _contour(found: SweepResults) -> Chart:
+    """Return the metric over the two most important settings.
+
+    Between the complete trials it is their mean, weighted by a power of the inverse distance.
+    """
+    names = sorted(found.space, key=lambda name: -found.importance.get(name, 0.0))[:2]
+    places = [_place(found, names, trial) for trial in found.complete]
+    middles = (np.arange(_CELLS) + 0.5) / _CELLS
+    cells = np.stack(np.meshgrid(middles, middles), axis=-1)  # [y, x, 2]
+    squares = np.square(cells[:, :, None] - np.array(places)).sum(-1)  # [y, x, trial]
+    weights = 1 / (squares + _NEAR**2) ** 2
+    values = weights @ np.array([trial.value for trial in found.complete]) / weights.sum(-1)
+    return chart(
+        "contour", "contour", f"{found.metric} over the two most important settings",
+        x=_axis(found, names[0]), y=_axis(found, names[1]), cells=values.round(5).tolist(),
+        points=[[*place, trial.value, trial.number]
+                for place, trial in zip(places, found.complete, strict=True)],
+        metric=found.metric, maximize=found.maximize,
     )  # fmt: skip
 
 
-def _axis(axis: Axis) -> dict[str, Any]:
-    return {"name": axis.name, "ticks": axis.ticks}
+def _place(found: SweepResults, names: list[str], trial: FrozenTrial) -> list[float]:
+    return [_position(found.space[name], trial.params[name]) for name in names]
+
+
+def _position(kind: Any, value: Any) -> float:
+    """Return where a value is on the axis of its setting, from 0 to 1."""
+    if kind.single():
+        return 0.5
+    if choices := getattr(kind, "choices", None):
+        return choices.index(value) / (len(choices) - 1)
+    scale = math.log if kind.log else float
+    return (scale(value) - scale(kind.low)) / (scale(kind.high) - scale(kind.low))
+
+
+def _axis(found: SweepResults, name: str) -> dict[str, Any]:
+    """Return an axis; it has ticks at each choice, or at both ends and in the middle."""
+    kind: Any = found.space[name]
+    between = np.geomspace if getattr(kind, "log", False) else np.linspace
+    values = getattr(kind, "choices", None) or between(kind.low, kind.high, 3).tolist()
+    return {"name": name, "ticks": [(_position(kind, one), text_of(one)) for one in values]}

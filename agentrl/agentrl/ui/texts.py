@@ -7,7 +7,6 @@ http and https only, and long texts are cut.
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from markdown_it import MarkdownIt
 from markupsafe import Markup
@@ -18,6 +17,15 @@ _MOST_MARKDOWN = 8_000  # of more, hostile Markdown could keep a page waiting fo
 _COLORS = re.compile(r"\x1b(?:\[[0-9;:?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?)")
 # Overrides of the writing direction let a text look like another one; surrogates are no text.
 _UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+_TAGS = {
+    "<pre>": '<pre tabindex="0">',  # by keyboard, only what has the focus scrolls
+    "<table>": '<div class="wide" tabindex="0"><table>',
+    "</table>": "</table></div>",
+    "<h[1-6]>": "<p><strong>",  # headings of the page are its own
+    "</h[1-6]>": "</strong></p>",
+    ' style="[^"]*"': "",  # alignment of table cells, which the policy forbids
+}
 
 
 def plain(text: str, most: int = MOST) -> str:
@@ -34,27 +42,16 @@ def markdown(text: str) -> Markup:
     """Render Markdown: images as links to them, headings as bold lines. Long texts stay text."""
     if len(text) > _MOST_MARKDOWN:
         return Markup('<pre tabindex="0">{}</pre>').format(plain(text))
-    # By keyboard, only what has the focus scrolls. The text's own markup is escaped.
-    return Markup(_markdown.render(plain(text)).replace("<pre>", '<pre tabindex="0">'))
+    shown = _markdown.render(plain(text))
+    for tag, instead in _TAGS.items():  # the text's own markup is escaped
+        shown = re.sub(tag, instead, shown)
+    return Markup(shown)
 
 
-def _make() -> MarkdownIt:
-    made = MarkdownIt("commonmark", {"html": False, "breaks": True, "maxNesting": 20})
-    made.enable(["table", "strikethrough"]).disable("image")
-    made.validateLink = lambda url: bool(re.match(r"https?://", url, re.IGNORECASE))
-    # Headings of the page are its own.
-    made.add_render_rule("heading_open", lambda *_: "<p><strong>")
-    made.add_render_rule("heading_close", lambda *_: "</strong></p>\n")
-    made.add_render_rule("table_open", lambda *_: '<div class="wide" tabindex="0"><table>')
-    made.add_render_rule("table_close", lambda *_: "</table></div>\n")
-    made.core.ruler.push("no_styles", _without_styles)
-    return made
+def _is_of_the_web(url: str) -> bool:
+    return re.match("https?://", url, re.IGNORECASE) is not None
 
 
-def _without_styles(state: Any) -> None:
-    """Drop style attributes, which table cells have for their alignment."""
-    for token in state.tokens:
-        token.attrs.pop("style", None)
-
-
-_markdown = _make()
+_markdown = MarkdownIt("commonmark", {"html": False, "breaks": True, "maxNesting": 20})
+_markdown.enable(["table", "strikethrough"]).disable("image")
+_markdown.validateLink = _is_of_the_web

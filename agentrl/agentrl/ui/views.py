@@ -1,27 +1,36 @@
-"""What every page uses: its templates, the run that its path names, its errors."""
+"""What every page uses: its templates, the run that its path names, its form."""
 
 from __future__ import annotations
 
 import json
+import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from base64 import b64encode
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import sha256
 from html import escape
 from pathlib import Path
-from typing import Any
-from urllib.parse import unquote
+from typing import Annotated, Any
+from urllib.parse import parse_qsl, unquote
 
-from fastapi import Request
+from fastapi import Depends, Request
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
+from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse
 
 from agentrl import __version__
-from agentrl.history.sources import OpenRun, OpenServed, Sources
-from agentrl.ui.texts import markdown, plain
+from agentrl.config.setting_names import recorded
+from agentrl.history.rollout.conversation import answer_text
+from agentrl.history.rollout.trace import verdict_of
+from agentrl.history.sources import OpenRun, Sources
+from agentrl.ui.charts import Chart
+from agentrl.ui.texts import MOST, markdown, plain
 from agentrl_tracer.schemas import Feedback
 
 _HERE = Path(__file__).parent
 STATIC = _HERE / "static"
+_LARGEST_FORM = 100_000
 AUTHOR_COOKIE = "agentrl-author"
 
 
@@ -51,22 +60,31 @@ def percent(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.1f} %".replace(".0 %", " %")
 
 
-def table_rows(rows: Iterable[Sequence[Any]]) -> Markup:
-    """Return rows of a table: text, numbers, links (``href`` and ``text``).
+def figures(chart: Chart) -> Markup:
+    """Return the rows of a chart's table.
 
     A run's page has 10,000 cells, for which macros take a tenth of a second.
     """
-    return Markup("\n".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows))
+    form, href = percent if chart["unit"] == "%" else number, chart.get("href", "")
+    rows = (
+        _cell(first, number, href.replace("{x}", str(first)))
+        + "".join(_cell(value, form) for value in values)
+        for first, *values in chart["rows"]
+    )
+    return Markup("\n".join(f"<tr>{row}</tr>" for row in rows))
 
 
-def _cell(value: Any) -> str:
+def _cell(value: Any, form: Callable[[Any], str], href: str = "") -> str:
     if isinstance(value, Mapping):
-        return f'<td><a href="{escape(value["href"])}">{_figure(value["text"])}</a></td>'
-    return f"<td>{_figure(value)}</td>"
+        value, href = value["text"], value["href"]
+    text = escape(value) if isinstance(value, str) else form(value)
+    return f'<td><a href="{escape(href)}">{text}</a></td>' if href else f"<td>{text}</td>"
 
 
-def _figure(value: str | float | None) -> str:
-    return escape(value) if isinstance(value, str) else number(value)
+def without_links(html: str) -> Markup:
+    """Return parts of pages without their links to other pages, for a file to share."""
+    text = re.sub(r'<a [^>]*href="/[^>]*>(.*?)</a>', r"<span>\1</span>", html, flags=re.DOTALL)
+    return Markup(re.sub(r'"href": "/[^"]*"', '"href": ""', text))  # of the charts
 
 
 _templates = Environment(
@@ -82,11 +100,15 @@ _templates.filters |= {
     "number": number,
     "percent": percent,
     "plain": plain,
-    "table_rows": table_rows,
+    "figures": figures,
+    "without_links": without_links,
+    "verdict": verdict_of,
+    "answer": answer_text,
     "markdown": markdown,
+    "recorded": recorded,
     "json": lambda value: json.dumps(value, ensure_ascii=False, indent=2),
 }
-_templates.globals |= {"version": __version__}
+_templates.globals |= {"version": __version__, "MOST": MOST}
 
 
 def page(request: Request, template: str, /, status: int = 200, **values: Any) -> HTMLResponse:
@@ -100,6 +122,37 @@ def render(template: str, /, **values: Any) -> str:
     return _templates.get_template(template).render(**values)
 
 
+def render_alone(
+    template: str, /, styles: Sequence[str], scripts: Sequence[str], **values: Any
+) -> str:
+    """Render a file that needs nothing else: static files are written into it.
+
+    Its policy allows these scripts only, by their hashes.
+    """
+    texts = [(STATIC / name).read_text(encoding="utf-8") for name in scripts]
+    texts = [text.replace("</script", r"<\/script") for text in texts]
+    hashes = [b64encode(sha256(text.encode()).digest()).decode() for text in texts]
+    return render(
+        template, hashes=hashes, scripts=[Markup(text) for text in texts],
+        styles=[Markup((STATIC / name).read_text(encoding="utf-8")) for name in styles], **values,
+    )  # fmt: skip
+
+
+async def _form_of(request: Request) -> dict[str, str]:
+    """Return the fields of a form, without space around them."""
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > _LARGEST_FORM:
+            raise HTTPException(413, f"the form has more than {_LARGEST_FORM:,} bytes")
+    given = parse_qsl(body.decode("utf-8", "replace"), keep_blank_values=True)
+    return {name: value.strip() for name, value in given}
+
+
+Form = Annotated[dict[str, str], Depends(_form_of)]
+"""What a request's form sends."""
+
+
 def sources(request: Request) -> Sources:
     return request.app.state.sources
 
@@ -111,7 +164,7 @@ def run_of(request: Request, name: str) -> OpenRun:
     return run
 
 
-def source_of(request: Request, name: str) -> OpenRun | OpenServed:
+def source_of(request: Request, name: str) -> OpenRun:
     """Return the run, or on pages below /served the store, that a path names."""
     if not request.url.path.startswith("/served/"):
         return run_of(request, name)

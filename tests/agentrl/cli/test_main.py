@@ -56,6 +56,11 @@ def test_help_is_one_screen_and_everything_is_behind_help_all(cli: Cli) -> None:
     assert "TINKER_API_KEY" in every
 
 
+def test_shells_complete_commands_and_flags() -> None:
+    script = command_line.app.generate_completion(shell="bash")
+    assert all(word in script for word in ("tinker-server", "rollouts", "--where", "parquet"))
+
+
 @pytest.mark.parametrize(
     ("command", "message"),
     [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import json
 import shutil
@@ -26,8 +25,9 @@ Said = Callable[..., str]
 def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Said:
     """Run ``agentrl runs`` and return what it printed; ``code`` is the exit code to expect."""
 
-    def run(*arguments: object, code: int = 0) -> str:
+    def run(*arguments: object, code: int = 0, width: int = 100_000) -> str:
         monkeypatch.setattr(sys, "argv", ["agentrl", "runs", *map(str, arguments)])
+        monkeypatch.setattr(console, "_width", width)
         ended: Any = 0
         try:
             main()
@@ -40,48 +40,44 @@ def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
     return run
 
 
-@pytest.fixture
-def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A terminal of 80 columns."""
-    monkeypatch.setattr(console, "_width", 80)
-
-
 def rows(printed: str) -> list[Any]:
     return [json.loads(line) for line in printed.splitlines()]
 
 
 def test_a_list_has_each_name_whole_at_80_columns_and_as_json(
-    recorded: Recorded, said: Said, narrow: None, tmp_path: Path
+    recorded: Recorded, said: Said, tmp_path: Path
 ) -> None:
     long = "gsm8k-rank32-lr2e-5-seed-1-again"
     for name in ("short", long):
         shutil.copytree(recorded.root / "other", tmp_path / name)
-    lines = said("list", tmp_path).splitlines()
-    assert [line.split()[0] for line in lines] == ["name", long, "short"]
-    assert max(map(len, lines)) <= 80
+    for width, curve in ((80, 0), (120, 4)):
+        lines = said("list", tmp_path, width=width).splitlines()
+        assert [line.split()[0] for line in lines] == ["name", long, "short"]
+        assert max(map(len, lines)) <= width
+        assert all(sum(one in "▁▂▃▄▅▆▇█" for one in line) == curve for line in lines[1:])
     [first, second] = rows(said("list", tmp_path, "--json"))
     assert (first["name"], second["name"]) == (long, "short")
-    assert (first["kind"], first["state"], first["step"], first["steps"]) == (
-        "train", "finished", 4, 4,
-    )  # fmt: skip
-    assert first["held_out"] == pytest.approx(3 / 6)
+    assert (first["kind"], first["state"]) == ("train", "finished")
+    assert (first["progress"]["step"], first["progress"]["steps"]) == (4, 4)
+    assert first["held_out"][-1] == pytest.approx(3 / 6)
 
 
-def test_show_has_evaluations_by_field_and_what_flipped(recorded: Recorded, said: Said) -> None:
+def test_show_has_the_books_evaluations_by_field_and_what_flipped(
+    recorded: Recorded, said: Said
+) -> None:
     shown = said("show", recorded.root / "known")
+    assert "recorded = " in shown
     assert "adds up" in shown
-    assert ["step", "4", "6", "success", "66.7%", "(30.0%"] in [
-        line.split()[:6] for line in shown.splitlines()
-    ]
+    lines = [line.split() for line in shown.splitlines()]
+    assert ["step", "4", "6", "1", "66.7%", "(30.0%", "to", "90.3%)"] in lines
     assert "level = easy" in shown
     assert "step 0 to 4: +33.3 points on 6 tasks, 3 gained, 1 lost; p = 0.62" in shown
 
 
-def test_rollouts_are_filtered_sorted_and_searched(
-    recorded: Recorded, said: Said, narrow: None
-) -> None:
+def test_rollouts_are_filtered_sorted_and_searched(recorded: Recorded, said: Said) -> None:
     run = recorded.root / "known"
-    lines = said("rollouts", run, "--where", "reward<0 and step>3", "--limit", 2).splitlines()
+    chosen = ("--where", "reward<0 and step>3", "--limit", 2)
+    lines = said("rollouts", run, *chosen, width=80).splitlines()
     assert max(map(len, lines)) <= 80
     assert lines[-1].startswith("2 of ")
     assert len(lines[1].split()[0]) == 24  # ids are whole
@@ -91,21 +87,23 @@ def test_rollouts_are_filtered_sorted_and_searched(
     assert len(rows(said("rollouts", run, "--limit", 0, "--json"))) == 32 + 18
     assert "0 of 0 rollouts" in said("rollouts", run, "--search", "nowhere")
     assert "'rewrd' is no column" in said("rollouts", run, "--where", "rewrd > 0", code=2)
-    failed = said("rollouts", run, "--where", "status == 'failed'")
-    assert "\x1b" not in failed
+    assert "\x1b" not in said("rollouts", run, "--where", "status == 'failed'")
 
 
 def test_a_rollout_is_found_in_whichever_run_has_it(recorded: Recorded, said: Said) -> None:
     shown = said("rollout", recorded.ids["first"], "--runs", recorded.root)
     assert shown.startswith(f"rollout {recorded.ids['first']}  succeeded")
     assert "execute_tool look_up" in shown
+    hostile = said("rollout", recorded.ids["failed"], "--runs", recorded.root)
+    assert "no tool of this name" in hostile
+    assert not {"\x1b", "\u202e"} & {*hostile}
     assert "is no rollout of a run in" in said("rollout", "x", "--runs", recorded.root, code=2)
 
 
 def test_compare_names_differences_curves_and_the_paired_test(
-    recorded: Recorded, said: Said, narrow: None
+    recorded: Recorded, said: Said
 ) -> None:
-    shown = said("compare", recorded.root / "known", recorded.root / "other")
+    shown = said("compare", recorded.root / "known", recorded.root / "other", width=80)
     *tables, tested = shown.splitlines()
     assert max(map(len, tables)) <= 80
     assert ["learning.learning_rate", "–", "0.02"] in [line.split() for line in tables]
@@ -123,14 +121,16 @@ def test_calls_of_a_run_and_those_that_were_served(
     assert "execute" not in said("calls", recorded.root / "other", "--limit", 3)
     newest = rows(said("calls", recorded.root / "other", "--limit", 2, "--json"))
     assert [call["seq"] for call in newest] == [2, 1]
-    with contextlib.closing(Store(str(tmp_path / "serve.db"))) as store:
+    there = tmp_path / "serve.db"
+    with contextlib.closing(Store(str(there))) as store:
         start_run(store, 1)
         claim = claimed(store)
         served = call_of(claim, "chatcmpl-served", run_id=None, rollout_id=None, attempt_id=None)
         store.write_calls("boot", [], [served, call_of(claim, "chatcmpl-of-a-run")], 2)
-    shown = said("calls", "--served", "--store", tmp_path / "serve.db")
+    shown = said("calls", "--served", "--store", there)
     assert "chatcmpl-served" in shown
     assert "of-a-run" not in shown
+    assert said("feedback", "--served", "--store", there) == ""
     assert "is not there" in said("calls", "--served", "--store", tmp_path / "no.db", code=2)
     assert "--served" in said("calls", code=2)
 
@@ -144,20 +144,14 @@ def test_export_writes_every_format(
     said("export", run, "--format", "pairs", "--output", file)
     assert rows(file.read_text())[0]["chosen"]
     assert "needs a file" in said("export", run, "--format", "parquet", code=2)
+    as_table = ("export", run, "--format", "parquet", "--output", file)
     parquet = pytest.importorskip("pyarrow.parquet")
-    said("export", run, "--format", "parquet", "--output", file)
+    said(*as_table)
     table = parquet.read_table(file)
     assert table.num_rows == 32 + 18
     assert json.loads(table["calls"][0].as_py())[0]["response_ids"]
-
-    def without_pyarrow(name: str, *rest: Any, real: Any = builtins.__import__) -> Any:
-        if name.startswith("pyarrow"):
-            raise ImportError(name)
-        return real(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", without_pyarrow)
-    asked = ("export", run, "--format", "parquet", "--output", file)
-    assert "pip install pyarrow" in said(*asked, code=2)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert "pip install pyarrow" in said(*as_table, code=2)
 
 
 def test_prune_says_what_may_go_asks_and_keeps_what_is_needed(
@@ -170,8 +164,7 @@ def test_prune_says_what_may_go_asks_and_keeps_what_is_needed(
         folder.mkdir(parents=True)
         (folder / "weights").write_bytes(bytes(1_000_000))
     (versions[1] / "keep").touch()
-    told = said("prune", tmp_path, code=2)
-    assert "say --yes" in told
+    assert "say --yes" in said("prune", tmp_path, code=2)
     assert all(folder.exists() for folder in versions)
     lines = [line.split() for line in said("prune", tmp_path, "--yes").splitlines()]
     assert ["other", "adapters", "2", "2.0"] in lines

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from html import escape
 from pathlib import Path
 from urllib.parse import quote
 
@@ -13,13 +13,10 @@ import pytest
 from starlette.testclient import TestClient
 from training_run import Run
 
-from agentrl.config.errors import ConfigError
-from agentrl.gateway.on_demand import AGENT, Replay, Replayer, Sampling, targets
-from agentrl.history.replays import replays_of
-from agentrl.history.vocabulary import Vocabularies
+from agentrl.gateway.on_demand import AGENT, Replay, Replayer, Sampling, replays_of, targets
+from agentrl.history.rollout.vocabulary import Vocabularies
 from agentrl.ui.app import create_app
 from agentrl_tracer.schemas import Call, CallState, SkipReason
-from agentrl_tracer.store import Store
 
 pytestmark = pytest.mark.timeout(300)
 GREEDY = Sampling(temperature=0.0, max_tokens=32)
@@ -40,17 +37,22 @@ def call(run: Run) -> Call:
 
 
 @pytest.fixture(scope="module")
-def replayer() -> Iterator[Replayer]:
-    replayer = Replayer()
-    yield replayer
-    replayer.close()
+def client(run: Run) -> Iterator[TestClient]:
+    with TestClient(create_app(Path(run.folder.root.parent))) as client:
+        yield client
+        process = client.app.state.replayer._gateway.pid  # type: ignore[attr-defined]
+    with pytest.raises(ProcessLookupError):  # it ended with the pages
+        os.kill(process, 0)
+
+
+@pytest.fixture
+def replayer(client: TestClient) -> Replayer:
+    return client.app.state.replayer  # type: ignore[attr-defined]
 
 
 def wait(replay: Replay | None) -> None:
     assert replay is not None
-    while not replay.is_over:
-        time.sleep(0.05)
-    assert replay.state == "done", replay.error
+    replay.answer.result()
 
 
 def test_a_call_is_asked_again_of_each_version_and_the_books_still_balance(
@@ -59,10 +61,9 @@ def test_a_call_is_asked_again_of_each_version_and_the_books_still_balance(
     before = run.accounting()
     known = targets(run.folder)
     assert list(known) == ["policy@2", "policy@1", "policy@0", "agentrl-tiny"]
-    for name in known:
-        wait(replayer.start(run.folder, call, known[name], GREEDY))
-    tiny, first, second, third = replays_of(run.folder, call.id)
-    made = [tiny, first, second, third]
+    for one in [replayer.start(run.folder, call, target, GREEDY) for target in known.values()]:
+        wait(one)
+    made = replays_of(run.folder, call.id)
     assert [(one.adapter, one.adapter_version) for one in made] == [
         (None, None), ("policy", 0), ("policy", 1), ("policy", 2),
     ]  # fmt: skip
@@ -72,72 +73,46 @@ def test_a_call_is_asked_again_of_each_version_and_the_books_still_balance(
         assert one.state is CallState.COMPLETED
         assert one.rollout_id is None
         assert one.skip_reason is SkipReason.NO_ROLLOUT
+    tiny, first, _, third = made
     assert tiny.response_ids == first.response_ids  # a new adapter is the base model
     assert first.response_ids != third.response_ids
     assert run.accounting() == before  # which must balance
-    assert call.id in {one.id for one in run.calls()}
-    with closing(Store(str(run.folder.store))) as store:
-        assert len(store.calls(rollout_ids=[str(call.rollout_id)])) == 1
 
 
 def test_with_the_recorded_seed_and_version_the_answer_is_the_recorded_one(
     run: Run, call: Call, replayer: Replayer
 ) -> None:
-    how = Sampling(call.params["temperature"], call.params["max_tokens"], call.params["seed"])
-    wait(replayer.start(run.folder, call, targets(run.folder)["policy@0"], how))
-    again = replays_of(run.folder, call.id, most=1)[0]
-    assert again.response_ids == call.response_ids
-
-
-def test_one_replay_is_made_at_a_time(run: Run, call: Call, replayer: Replayer) -> None:
-    target = targets(run.folder)["policy@2"]
-    first = replayer.start(run.folder, call, target, GREEDY)
-    if not first.is_over:
-        with pytest.raises(ConfigError, match="another one is under way"):
-            replayer.start(run.folder, call, target, GREEDY)
-    wait(first)
+    params = {name: call.params[name] for name in Sampling.model_fields}
+    wait(replayer.start(run.folder, call, targets(run.folder)["policy@0"], Sampling(**params)))
+    assert replays_of(run.folder, call.id)[0].response_ids == call.response_ids
 
 
 def test_an_idle_gateway_ends(run: Run, call: Call) -> None:
     replayer = Replayer(idle_s=0.1)
-    wait(replayer.start(run.folder, call, targets(run.folder)["agentrl-tiny"], GREEDY))
+    wait(replayer.start(run.folder, call, targets(run.folder)["policy@2"], GREEDY))
     until = time.monotonic() + 20
     while replayer.is_warm and time.monotonic() < until:
         time.sleep(0.05)
     assert not replayer.is_warm
+    replayer.close()
 
 
-def test_the_page_shows_both_answers_and_ends_the_gateway_with_the_pages(
-    run: Run, call: Call
+def test_the_page_shows_both_answers(
+    run: Run, call: Call, client: TestClient, replayer: Replayer
 ) -> None:
-    app = create_app(Path(run.folder.root.parent))
     path = f"/runs/run/calls/{quote(call.id)}/replay"
-    with TestClient(app) as client:
-        form = {"model": "policy@2", "temperature": "0", "max_tokens": "16", "seed": ""}
-        refused = client.post(path, data=form | {"temperature": "hot"})
-        assert refused.status_code == 400
-        assert "temperature is a number" in refused.text
-        assert client.post(path, data=form | {"model": "policy@9"}).status_code == 400
-        text = client.post(path, data=form).text  # follows to the page
-        assert "policy@2: " in text
-        wait(app.state.replayer.last)
-        made = replays_of(run.folder, call.id, most=1)[0]
-        vocabularies = Vocabularies()
-        while (vocabulary := vocabularies.of(run.folder.read_config())) is None:
-            pass
-        text = client.get(path).text
-        for one in (call, made):
-            assert (
-                vocabulary.text(one.response_ids)
-                .replace("<", "&lt;")
-                .replace(">", "&gt;")
-                .replace("'", "&#39;")
-                in text
-            )
-        assert "Recorded: policy@0" in text
-        assert "Replay: policy@2" in text
-        tokens = client.get(f"/runs/run/replays/{quote(made.id)}/tokens").text
-        assert "not trained on: no rollout" in tokens
-        process = app.state.replayer._gateway.pid
-    with pytest.raises(ProcessLookupError):
-        os.kill(process, 0)
+    form = {"model": "policy@2", "temperature": "0", "max_tokens": "16", "seed": ""}
+    refused = client.post(path, data=form | {"temperature": "hot"})
+    assert refused.status_code == 400
+    assert "temperature: got &#39;hot&#39;, but input should be a valid number" in refused.text
+    assert client.post(path, data=form | {"model": "policy@9"}).status_code == 400
+    assert "policy@2" in client.post(path, data=form).text  # follows to the page
+    wait(replayer.last)
+    vocabularies = Vocabularies()
+    while (vocabulary := vocabularies.of(run.folder.read_config())).is_loading:
+        pass
+    text = client.get(path).text.replace("&#39;", "&#x27;")
+    for one in (call, replays_of(run.folder, call.id)[0]):
+        assert escape(vocabulary.text(one.response_ids)) in text
+    assert "Recorded: policy@0" in text
+    assert "Replay: policy@2" in text

@@ -8,12 +8,13 @@ from collections.abc import Iterator
 import pytest
 from ui_pages import Recorded, fill_indexes
 
-from agentrl.history.compare import differences, held_out
 from agentrl.history.evaluations import (
     Outcome,
     by_field,
+    differences,
     evaluated_tasks,
     fields,
+    held_out,
     indexed_outcomes,
     pair,
     pass_at,
@@ -23,7 +24,7 @@ from agentrl.history.evaluations import (
 from agentrl.history.sources import OpenRun, Sources
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def runs(recorded: Recorded) -> Iterator[list[OpenRun]]:
     fill_indexes(recorded.root)
     with contextlib.closing(Sources(recorded.root)) as sources:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -11,14 +11,14 @@ from call_records import make
 from ui_pages import Recorded, fill_indexes
 
 from agentrl.config.errors import ConfigError
-from agentrl.history.export import chat_records, pair_records, rollout_records
+from agentrl.history.export import chat_of, chat_records, pair_records, rollout_records
 from agentrl.history.sources import OpenRun, Sources
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def run(recorded: Recorded) -> Iterator[OpenRun]:
     fill_indexes(recorded.root)
-    with contextlib.closing(Sources(recorded.root)) as sources:
+    with closing(Sources(recorded.root)) as sources:
         yield sources.open(recorded.other)
 
 
@@ -26,12 +26,13 @@ def test_a_record_has_the_task_the_rewards_and_the_calls_with_their_tokens(run: 
     records = list(rollout_records(run, "step == 4"))
     assert len(records) == len({one["id"] for one in records}) == 8 + 6
     one = next(record for record in records if record["purpose"] == "eval")
-    assert one["split"] == "eval"
     assert one["data"]["n"] == 12 + one["task"]
     assert set(one["rewards"]) == {"correct", "clarity"}
     first, second, _ = one["calls"]
     assert second["prompt_ids"][: len(first["prompt_ids"])] == first["prompt_ids"]
     assert len(first["response_logprobs"]) == len(first["response_ids"])
+    with pytest.raises(ConfigError, match="'rewrd' is no column"):
+        list(chat_records(run, "rewrd > 1"))
 
 
 def test_chats_are_the_whole_conversations_of_successful_training_rollouts(run: OpenRun) -> None:
@@ -57,25 +58,17 @@ def test_a_pair_is_the_best_against_the_worst_of_a_group(run: OpenRun) -> None:
         assert one["prompt"][0]["role"] == "user"
 
 
-def test_a_wrong_condition_is_named(run: OpenRun) -> None:
-    with pytest.raises(ConfigError, match="'rewrd' is no column"):
-        list(chat_records(run, "rewrd > 1"))
-
-
-def test_calls_of_every_protocol_become_chats(run: OpenRun) -> None:
-    from agentrl.history.export import _chat  # pyright: ignore[reportPrivateUsage]
-
+def test_calls_of_every_protocol_become_chats() -> None:
     answer = {"choices": [{"message": {"role": "assistant", "content": "Yes."}}]}
     call = replace(make("x", [1], [2]), response=answer)
+    said = [{"role": "user", "content": [{"type": "text", "text": "Is it?"}]}]
     tool = {"type": "function", "name": "f", "parameters": {"type": "object"}}
-    asked = {"model": "m", "instructions": "Be brief.", "input": "Is it?", "tools": [tool]}
     for response_id, request in (
-        ("resp_1", asked),
-        ("msg_1", {"model": "m", "system": "Be brief.", "messages": [
-            {"role": "user", "content": [{"type": "text", "text": "Is it?"}]}]}),
-    ):  # fmt: skip
-        chat = _chat(replace(call, response_id=response_id, request=request))
+        ("resp_1", {"instructions": "Be brief.", "input": "Is it?", "tools": [tool]}),
+        ("msg_1", {"system": "Be brief.", "messages": said}),
+    ):
+        chat = chat_of(replace(call, response_id=response_id, request={"model": "m", **request}))
         assert chat is not None
         assert [one["role"] for one in chat["messages"]] == ["system", "user", "assistant"]
-    assert _chat(replace(call, response_id="cmpl-1", request={"prompt": "Once"})) is None
-    assert _chat(replace(call, response=None, request={"messages": []})) is None
+    assert chat_of(replace(call, response_id="cmpl-1", request={"prompt": "Once"})) is None
+    assert chat_of(replace(call, response=None, request={"messages": []})) is None

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from settings import nested
 
+from agentrl.cli import runs as commands
 from agentrl.cli.main import main
-from agentrl.cli.runs import listing
 from agentrl.config.commands import TrainConfig
 from agentrl.config.errors import ConfigError
 from agentrl.config.loading import load
@@ -73,7 +73,7 @@ def test_a_list_names_the_folders_that_it_cannot_read(
     (torn / "config.json").write_text('{"agent": ')
     closed.chmod(0o000)
     with pytest.raises(StoreError, match=r"torn/config.json is damaged; bring a copy back") as said:
-        listing.list_command(folder.root.parent)
+        commands.list_command(folder.root.parent)
     assert folder.name in "".join(capsys.readouterr().out.split())
     if os.geteuid():  # root reads everywhere
         assert f"Permission denied: '{closed}'" in str(said.value)
@@ -85,6 +85,9 @@ def test_a_run_elsewhere_is_interrupted_when_it_is_silent(folder: RunFolder) -> 
     assert state_of(folder, run) == "running"
     assert state_of(folder, run | {"heartbeat_at": time.time() - 61}) == "interrupted"
     assert state_of(folder, run | {"heartbeat_at": None}) == "running"  # of an earlier version
+    folder.pruned.touch()  # by a sweep
+    assert state_of(folder, run | {"heartbeat_at": 0.0}) == "pruned"
+    assert state_of(folder, run | {"state": "finished"}) == "finished"
     store.beat(run["id"])
     store.close()
 
@@ -101,12 +104,12 @@ def test_a_run_here_is_interrupted_when_its_process_is_gone(
     del other
     assert state_of(folder, run) == "interrupted"
     # At 80 columns a long name is whole, and the command is one line.
-    monkeypatch.setattr(listing.console, "_width", 80)
-    listing.list_command(Path("runs"))
+    monkeypatch.setattr(commands.console, "_width", 80)
+    commands.list_command(Path("runs"))
     listed = capsys.readouterr().out.splitlines()
     assert listed[1].split()[:2] == [folder.name, "interrupted"]
     assert listed[-1].endswith(f"agentrl train --resume {folder.root}")
-    listing.show_command(Path("runs") / folder.name)
+    commands.show_command(Path("runs") / folder.name)
     assert f"{how_to_continue(folder)}\n" in capsys.readouterr().out
 
 
@@ -128,9 +131,9 @@ def test_without_its_password_a_run_names_the_variable_and_hides_no_other(
         assert "run.store: the environment variable NO_SUCH_NAME is not set" in said
         assert "Traceback" not in said
         assert len(said.split(". ")) == 1
-    monkeypatch.setattr(listing.console, "_width", 80)
-    with pytest.raises(StoreError, match=rf"{secret.root}: run.store: .*NO_SUCH_NAME"):
-        listing.list_command()
+    monkeypatch.setattr(commands.console, "_width", 80)
+    with pytest.raises(StoreError, match=rf"{secret.name}: run.store: .*NO_SUCH_NAME"):
+        commands.list_command()
     assert folder.name[:20] in capsys.readouterr().out
     load(TrainConfig, ["--resume", str(secret.root), "--run.store", "given.db"])
 

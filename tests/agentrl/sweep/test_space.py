@@ -5,76 +5,57 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+from sweeps import sweep_config
 
-from agentrl.config.commands import SweepConfig
 from agentrl.config.errors import ConfigError
-from agentrl.sweep.space import Dimension, read_space, shared_settings, with_values
+from agentrl.sweep.space import read_space, trial_settings
 
 
-def config(space: dict[str, Any], **sweep: Any) -> SweepConfig:
-    return SweepConfig.model_validate(
+def test_lists_and_ranges_become_distributions_and_settings_of_a_trial() -> None:
+    config = sweep_config(
         {
-            "agent": {"entrypoint": "agent.py:agent", "tasks": "tasks.jsonl"},
-            "learning": {"rank": 16},
-            "run": {"name": "mine", "steps": 5},
-            "sweep": {"space": space, **sweep},
+            "learning.learning_rate": {"low": 1e-4, "high": 1e-2, "log": True},
+            "learning.rank": {"low": 4, "high": 16, "step": 4},
+            "algorithm.loss": ["ppo", "cispo", "ppo"],
         }
     )
-
-
-def test_lists_and_ranges_are_read_with_and_without_quotes_around_their_names() -> None:
-    space = {
-        "learning.learning_rate": {"low": 1e-4, "high": 1e-2, "log": True},
-        "learning": {"rank": {"low": 4, "high": 16, "step": 4}},
-        "algorithm.loss": ["ppo", "cispo", "ppo"],
+    assert read_space(config) == {
+        "learning.learning_rate": FloatDistribution(1e-4, 1e-2, log=True),
+        "learning.rank": IntDistribution(4, 16, step=4),
+        "algorithm.loss": CategoricalDistribution(("ppo", "cispo")),
     }
-    assert read_space(config(space)) == [
-        Dimension("learning.learning_rate", low=1e-4, high=1e-2, log=True),
-        Dimension("learning.rank", low=4, high=16, step=4, whole=True),
-        Dimension("algorithm.loss", choices=("ppo", "cispo")),
-    ]
-    assert read_space(config(space))[1].values() == [4, 8, 12, 16]
+    assert trial_settings(config, {"learning.rank": 4, "sampler.temperature": 0.5}) == {
+        "agent": {"entrypoint": "agent.py:agent", "tasks": "tasks.jsonl"},
+        "learning": {"alpha": 16, "rank": 4},
+        "run": {"steps": 9},  # its name is the sweep's
+        "sampler": {"temperature": 0.5},
+    }
+    assert trial_settings(config, {})["learning"] == {"alpha": 16}
 
 
 @pytest.mark.parametrize(
     ("space", "said"),
     [
-        (
-            {"learning.learn_rate": [1]},
-            "learning.learn_rate: .* Did you mean learning.learn",
-        ),
-        ({"learning": {"rnak": [1]}}, "sweep.space.learning.rnak: .* Did you mean learning.rank"),
+        ({"learning.learn_rate": [1]}, "learning.learn_rate: .* Did you mean learning.learn"),
+        ({"learning": {"rank": [1]}}, "learning: there is no such setting.*in quotes"),
         ({"learning.rank": [8, 0]}, "learning.rank: got 0, but .*greater than or equal to 1"),
-        ({"learning.rank": [8, "many"]}, "learning.rank: got 'many'"),
-        ({"learning.rank": {"low": 0, "high": 8}}, "learning.rank: got 0, but"),
-        ({"learning.rank": {"low": 1.5, "high": 8}}, "learning.rank: the setting takes whole"),
-        ({"learning.rank": {"low": 8, "high": 4}}, "learning.rank: low must be below high"),
-        ({"learning.rank": {"low": 8}}, "learning.rank: low, high and step must be numbers"),
+        ({"learning.rank": {"low": 1.5, "high": 8}}, "learning.rank: got 1.5, but"),
+        ({"learning.rank": {"low": 8, "high": 4}}, "learning.rank: got .* write a list"),
         ({"learning.rank": {"low": 4, "high": 8, "lgo": True}}, "learning.rank: got .*lgo"),
-        ({"learning.alpha": {"low": 0, "high": 8, "log": True}}, "learning.alpha: .*above 0"),
         ({"learning.rank": []}, r"learning.rank: got \[\]; write a list"),
         ({"algorithm.loss": ["ppo", "pop"]}, "algorithm.loss: got 'pop'"),
-        ({"run.seed": [1, 2]}, "run.seed: cannot be searched; .* sweep.seeds"),
-        ({"learning": [1, 2]}, "learning: there is no such setting"),
+        ({"run.seed": [1, 2]}, "run.seed: cannot be searched.* sweep.seeds"),
     ],
 )
 def test_a_wrong_name_or_value_is_refused_and_named(space: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        read_space(config(space))
+        read_space(sweep_config(space))
 
 
-def test_a_grid_refuses_a_range_without_steps() -> None:
-    with pytest.raises(ConfigError, match=r"learning_rate: a grid needs a list of values, or a s"):
-        read_space(config({"learning.learning_rate": {"low": 1e-4, "high": 1}}, sampler="grid"))
-
-
-def test_a_trial_has_the_settings_of_the_file_with_its_values_and_no_name_of_the_sweep() -> None:
-    settings = shared_settings(config({"learning.rank": [1]}))
-    changed = with_values(settings, {"learning.rank": 4, "sampler.temperature": 0.5})
-    assert changed == {
-        "agent": {"entrypoint": "agent.py:agent", "tasks": "tasks.jsonl"},
-        "learning": {"rank": 4},
-        "run": {"steps": 5},
-        "sampler": {"temperature": 0.5},
-    }
-    assert settings["learning"] == {"rank": 16}
+def test_what_would_hide_the_space_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"learning.alpha: a grid needs a list of values"):
+        read_space(sweep_config({"learning.alpha": {"low": 1, "high": 4}}, sampler="grid"))
+    monkeypatch.setenv("AGENTRL_LEARNING__RANK", "8")
+    with pytest.raises(ConfigError, match="AGENTRL_LEARNING__RANK would replace it"):
+        read_space(sweep_config({"learning.rank": [4]}))

@@ -2,104 +2,72 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import pytest
-from optuna.trial import TrialState
+from sweeps import opened, sweep_config
 
 from agentrl.config.commands import SweepConfig
 from agentrl.config.errors import ConfigError
 from agentrl.runs.folder import RunFolder
 from agentrl.sweep.space import read_space
-from agentrl.sweep.study import (
-    check_packages,
-    distribution,
-    importances,
-    open_study,
-    tell,
-    trials_of,
-)
+from agentrl.sweep.study import SweepResults, check_packages, read_results, sweeps_in
 
 SPACE = {"learning.rank": [4, 8, 16], "learning.alpha": [8, 16]}
 
 
-def config(space: dict[str, Any] = SPACE, steps: int = 9, **sweep: Any) -> SweepConfig:
-    return SweepConfig.model_validate(
-        {
-            "agent": {"entrypoint": "agent.py:agent", "tasks": "tasks.jsonl"},
-            "run": {"steps": steps},
-            "sweep": {"space": space, **sweep},
-        }
-    )
-
-
-def opened(folder: Path, how: SweepConfig) -> Any:
-    return open_study(RunFolder(folder), how, read_space(how), how.run.steps or 0)
-
-
-def ask(study: Any, how: SweepConfig) -> tuple[Any, ...]:
-    trial = study.ask({one.name: distribution(one) for one in read_space(how)})
-    tell(study, trial.number, values=trial.params["learning.rank"])
+def ask(folder: Path, how: SweepConfig) -> tuple[Any, ...]:
+    """Open the study of a folder again, for one trial."""
+    study = opened(folder, how)
+    trial = study.ask(read_space(how))
+    with contextlib.suppress(RuntimeError):  # see Sweep
+        study.tell(trial.number, trial.params["learning.rank"])
     return tuple(trial.params.values())
 
 
-def test_a_grid_has_every_point_once_though_it_is_opened_again_for_each(tmp_path: Path) -> None:
-    how = config(sampler="grid", trials=50)
-    assert trials_of(how, read_space(how)) == 6
-    assert len({ask(opened(tmp_path, how), how) for _ in range(6)}) == 6
+def test_a_grid_has_every_point_once_and_tells_which_setting_decides(tmp_path: Path) -> None:
+    folder, how = RunFolder(tmp_path), sweep_config(SPACE, sampler="grid", trials=50)
+    seen = {ask(tmp_path, how) for _ in range(4)}
+    assert SweepResults(opened(tmp_path, how), folder).importance == {}
+    seen |= {ask(tmp_path, how) for _ in range(2)}
+    assert len(seen) == 6
+    found = SweepResults(opened(tmp_path, how), folder)
+    assert (found.total, found.state) == (6, "finished")
+    assert max(found.importance, key=lambda name: found.importance[name]) == "learning.rank"
+    assert found.best is not None
+    assert found.best.params["learning.rank"] == 16
 
 
-@pytest.mark.parametrize("sampler", ["random", "tpe"])
-def test_a_study_that_is_opened_again_chooses_other_values(tmp_path: Path, sampler: str) -> None:
-    how = config({"learning.rank": {"low": 1, "high": 1000}}, sampler=sampler)
-    assert len({ask(opened(tmp_path, how), how) for _ in range(3)}) == 3
+def test_a_study_that_is_opened_again_chooses_other_values(tmp_path: Path) -> None:
+    how = sweep_config({"learning.rank": {"low": 1, "high": 1000}}, sampler="random")
+    assert len({ask(tmp_path, how) for _ in range(3)}) == 3
 
 
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"metric": "reward/mean"}, "sweep.metric"),
-        ({"seeds": 2}, "sweep.seeds"),
-        ({"space": {"learning.rank": [4]}}, "sweep.space"),
-        ({"steps": 10}, "the settings of its trials"),
+        ({"metric": "reward/mean"}, "the metric"),
+        ({"seeds": 2}, "the seeds"),
+        ({"space": {"learning.rank": [4]}}, "the space"),
+        ({"steps": 10}, "the settings"),
     ],
 )
 def test_a_sweep_over_something_else_needs_another_name(
     tmp_path: Path, changed: dict[str, Any], said: str
 ) -> None:
-    opened(tmp_path, config())
-    opened(tmp_path, config(trials=7, parallel=3))  # may change
+    opened(tmp_path, sweep_config(SPACE))
+    opened(tmp_path, sweep_config(SPACE, trials=7, parallel=3))  # may change
     with pytest.raises(ConfigError, match=f"{said}.*another --name"):
-        opened(tmp_path, config(**changed))
+        opened(tmp_path, sweep_config(**{"space": SPACE, **changed}))
 
 
-def test_the_setting_that_decides_is_the_important_one_once_there_are_enough(
-    tmp_path: Path,
-) -> None:
-    how = config(sampler="grid", trials=6)
-    study = opened(tmp_path, how)
-    for _ in range(4):
-        ask(study, how)
-    assert importances(study) == {}
-    for _ in range(2):
-        ask(study, how)
-    assert max(importances(study)) == "learning.rank"
-
-
-def test_asha_keeps_a_third_at_each_rung(tmp_path: Path) -> None:
-    how = config(pruner="asha", sampler="random")
-    study = opened(tmp_path, how)
-    pruned = []
-    for value in (9, 1, 2, 8, 3, 10):
-        trial = study.ask({one.name: distribution(one) for one in read_space(how)})
-        trial.report(value, 1)
-        pruned.append(trial.should_prune())
-        state = TrialState.PRUNED if pruned[-1] else TrialState.COMPLETE
-        tell(study, trial.number, state=state, values=None if pruned[-1] else value)
-    assert pruned == [False, True, True, True, True, False]
-
-
-def test_a_missing_package_is_named_with_what_installs_it() -> None:
-    with pytest.raises(ConfigError, match="needs cmaes: pip install 'cmaes'"):
-        check_packages(config(sampler="cmaes"))
+def test_a_missing_package_and_a_damaged_study_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"needs cmaes: pip install '.*' cmaes"):
+        check_packages("cmaes")
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad/study.db").write_text("no database")
+    assert sweeps_in(tmp_path) == ["bad"]
+    with pytest.raises(ConfigError, match=r"bad/study.db cannot be read"):
+        read_results(tmp_path, "bad")

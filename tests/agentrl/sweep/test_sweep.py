@@ -14,9 +14,8 @@ from fake_gateway import until
 from sweeps import SmallSweep
 from training_run import wait_for
 
-from agentrl.config.errors import ConfigError
 from agentrl.runs.folder import RunFolder
-from agentrl.runs.recorded import open_store, state_of
+from agentrl.runs.recorded import open_store
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -37,41 +36,43 @@ def test_nothing_is_lost_or_made_twice_when_sweep_and_trials_are_killed(tmp_path
     os.kill(training, signal.SIGKILL)
     wait_for(lambda: set(sweep.trainings()) - {training}, process)  # resumed
     wait_for(lambda: steps_of(runs[0])[1:], process)
-    chosen = sweep.record().trials[0].params
+    chosen = sweep.results().trials[0].params
     process.kill()
     process.communicate()
     until(lambda: not sweep.trainings(), 20)  # they end with it
 
-    assert sweep.record().state == "interrupted"
+    assert sweep.results().state == "interrupted"
     again = sweep.start()
     output = again.communicate(timeout=600)[0]
     assert again.returncode == 0, output
     assert "trial 0 goes on" in output
-    record = sweep.record()
-    assert record.state == "finished"
-    assert record.trials[0].params == chosen
-    assert len({row.params["rollouts.group_size"] for row in record.trials}) == 3
-    assert {row.state for row in record.trials} == {"complete", "pruned"}
-    assert record.best is not None
-    assert record.best.params == {"rollouts.group_size": 4}
+    found = sweep.results()
+    assert found.state == "finished"
+    assert found.trials[0].params == chosen
+    sizes = [trial.params["rollouts.group_size"] for trial in found.trials]
+    assert sorted(sizes) == [2, 3, 4]
+    assert found.best is not None
+    assert found.best.params == {"rollouts.group_size": 4}
     assert sorted(os.listdir(sweep.root)) == ["small", *(run.name for run in runs)]
-    for row, run in zip(record.trials, runs, strict=True):
-        store, found = open_store(run)
+    for trial, run in zip(found.trials, runs, strict=True):
+        complete, steps = trial.state.name == "COMPLETE", steps_of(run)
+        assert complete or trial.state.name == "PRUNED"
+        assert run.pruned.exists() == (not complete)
+        assert steps == list(range(1, len(steps) + 1))
+        assert (len(steps) == 3) == complete
+        assert {row["calls"] for row in run.read_metrics() if "calls" in row} == {
+            4 * trial.params["rollouts.group_size"]
+        }
+        store, row = open_store(run)
         with contextlib.closing(store):
             assert len(store.runs()) == 1
-            state = "finished" if row.state == "complete" else "interrupted"
-            assert state_of(run, found) == state
-            assert store.verify(found["id"]).fault is None
-            steps = steps_of(run)
-            assert steps == list(range(1, len(steps) + 1))
-            assert (len(steps) == 3) == (row.state == "complete")
-            calls = [line["calls"] for line in run.read_metrics() if "calls" in line]
-            assert calls == [4 * row.params["rollouts.group_size"]] * len(steps)
-    best = tomllib.loads((sweep.root / "small" / "best.toml").read_text())
+            assert row["state"] == ("finished" if complete else "interrupted")
+            assert store.verify(row["id"]).fault is None
+    best = tomllib.loads((sweep.root / "small/best.toml").read_text())
     assert best["rollouts"]["group_size"] == 4
     assert "agentrl train --config" in output
-    assert (sweep.root / "small" / "sweep.png").read_bytes().startswith(b"\x89PNG")
-    assert "<h1>small</h1>" in (sweep.root / "small" / "sweep.html").read_text()
+    assert (sweep.root / "small/sweep.png").read_bytes().startswith(b"\x89PNG")
+    assert "<h1>small</h1>" in (sweep.root / "small/sweep.html").read_text()
 
 
 def test_seeds_repeat_a_trial_and_a_sweep_that_is_ended_stops_its_trials_in_order(
@@ -81,8 +82,9 @@ def test_seeds_repeat_a_trial_and_a_sweep_that_is_ended_stops_its_trials_in_orde
         tmp_path, metric="reward/mean", seeds=2, trials=1, space={"learning.rank": [4]}
     )
     process = sweep.start()
-    first, second = (RunFolder(sweep.root / f"small-000-{seed}") for seed in (0, 1))
-    wait_for(lambda: steps_of(first), process, 120)
+    runs = [RunFolder(sweep.root / f"small-000-{seed}") for seed in (0, 1)]
+    wait_for(lambda: steps_of(runs[0]), process, 120)
+    assert "is in use" in sweep.start().communicate(timeout=60)[0]
     process.terminate()
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 143
@@ -90,14 +92,19 @@ def test_seeds_repeat_a_trial_and_a_sweep_that_is_ended_stops_its_trials_in_orde
     assert not sweep.trainings()
 
     output = sweep.start().communicate(timeout=300)[0]
-    [row] = sweep.record().trials
-    assert row.state == "complete", output
-    last = [[line["reward/mean"] for line in run.read_metrics()][-1] for run in (first, second)]
-    assert row.value == pytest.approx(statistics.fmean(last))
-    assert row.spread == pytest.approx(statistics.stdev(last))
-    assert [run.read_config()["run"]["seed"] for run in (first, second)] == [0, 1]
-    assert row.runs == [first.name, second.name]
-    assert first.read_config()["run"]["group"] == "small"
+    [trial] = sweep.results().trials
+    assert trial.state.name == "COMPLETE", output
+    last = [[row["reward/mean"] for row in run.read_metrics()][-1] for run in runs]
+    assert trial.value == pytest.approx(statistics.fmean(last))
+    assert trial.user_attrs == {
+        "runs": [run.name for run in runs], "spread": pytest.approx(statistics.stdev(last))
+    }  # fmt: skip
+    recorded = [run.read_config()["run"] for run in runs]
+    assert [(one["seed"], one["group"]) for one in recorded] == [(0, "small"), (1, "small")]
+    assert (
+        "small-000-0 is a run; give the sweep another"
+        in sweep.start("small-000-0").communicate()[0]
+    )
 
 
 def test_a_metric_that_runs_do_not_have_is_refused_with_those_that_they_have(
@@ -107,18 +114,5 @@ def test_a_metric_that_runs_do_not_have_is_refused_with_those_that_they_have(
     process = sweep.start()
     output = process.communicate(timeout=200)[0]
     assert process.returncode == 2
-    assert "sweep.metric: small-000 has no 'reward/median'" in output
+    assert "sweep.metric: small-000 has no 'reward/median'; it has" in output
     assert "reward/mean" in output
-
-
-def test_a_name_of_a_run_and_a_sweep_in_use_are_refused(tmp_path: Path) -> None:
-    sweep = SmallSweep(tmp_path, metric="reward/mean", space={"learning.rank": [4]})
-    folder = RunFolder(sweep.root / "small")
-    folder.lock()
-    output = sweep.start().communicate(timeout=60)[0]
-    assert "is in use" in output
-    folder.write(folder.config, "{}")
-    output = sweep.start().communicate(timeout=60)[0]
-    assert "is a run; give the sweep another --name" in output
-    with pytest.raises(ConfigError, match="there is no sweep 'small'"):
-        sweep.record()

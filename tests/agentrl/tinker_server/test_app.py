@@ -27,7 +27,7 @@ from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
 
 from agentrl import capacity
-from agentrl.cli.tinker_server import tinker_server_command
+from agentrl.cli.servers.tinker_server import tinker_server_command
 from agentrl.config.errors import ConfigError
 from agentrl.tinker_server import app as app_module
 from agentrl.tinker_server import create_app

@@ -72,7 +72,7 @@ def check_tokens(run: Run) -> dict[str, list[float]]:
         for adapter in sorted({str(calls[name].adapter) for name in ids}):
             seen: dict[str, list[float]] = {"trainer": [], "advantage": [], "sampler": []}
             for call in (calls[name] for name in _ids(run, step)):
-                one = token_records.read_call(run.folder, step, call.id)
+                one = token_records.read_call(run.folder, call)
                 assert one is not None
                 assert len(one.trainer) == len(one.advantage) == len(call.response_ids)
                 if call.adapter == adapter:

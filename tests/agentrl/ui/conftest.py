@@ -19,7 +19,7 @@ from ui_pages import (
 )
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")  # a test that copies a run takes the locks of what is open here
 def client(recorded: Recorded) -> Iterator[TestClient]:
     """The pages without a server: ``client.get("/runs/known").text``; rollouts are indexed."""
     from agentrl.ui.app import create_app

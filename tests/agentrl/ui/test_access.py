@@ -12,39 +12,32 @@ from ui_pages import Recorded, serve_pages
 
 
 @pytest.fixture
-def signed_in(link: str) -> Iterator[httpx.Client]:
+def stranger(link: str) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=link.split("/?")[0], trust_env=False) as client:
-        client.get(f"/?{link.partition('?')[2]}")
         yield client
 
 
-def test_without_the_token_there_is_nothing_to_see(link: str) -> None:
-    with httpx.Client(base_url=link.split("/?")[0], trust_env=False) as stranger:
-        assert stranger.get("/").status_code == 403
-        assert stranger.get("/?token=wrong").status_code == 403
-        assert stranger.post("/runs/known/notes", data={"note": "x"}).status_code == 403
-        assert stranger.get("/static/app.css").status_code == 200
-        cookie = stranger.get(f"/?{link.partition('?')[2]}").headers["set-cookie"]
-        assert "HttpOnly" in cookie
-        assert "SameSite=strict" in cookie
+@pytest.fixture
+def signed_in(link: str, stranger: httpx.Client) -> httpx.Client:
+    answer = stranger.get(f"/runs/known?a=1&{link.partition('?')[2]}&b=")
+    assert (answer.status_code, answer.headers["location"]) == (303, "/runs/known?a=1&b=")
+    assert "HttpOnly" in answer.headers["set-cookie"]
+    assert "SameSite=strict" in answer.headers["set-cookie"]
+    return stranger
 
 
-@pytest.mark.parametrize(
-    "header",
-    [
-        {"host": "evil.example"},
-        {"origin": "https://evil.example"},
-        {"origin": "http://127.0.0.1:1"},
-        {"origin": "null"},
-    ],
-)
-def test_other_sites_can_neither_read_nor_send(
-    signed_in: httpx.Client, header: dict[str, str]
-) -> None:
-    answer = signed_in.post("/runs/known/notes", data={"note": "x"}, headers=header)
-    assert answer.status_code == 403
-    if "host" in header:
-        assert signed_in.get("/", headers=header).status_code == 403
+def test_without_the_token_there_is_nothing_to_see(stranger: httpx.Client) -> None:
+    assert stranger.get("/").status_code == 403
+    assert stranger.get("/?token=wrong").status_code == 403
+    assert stranger.post("/runs/known/notes", data={"note": "x"}).status_code == 403
+    assert stranger.get("/static/app.css").status_code == 200
+
+
+def test_other_sites_can_neither_read_nor_send(signed_in: httpx.Client) -> None:
+    for origin in ("https://evil.example", "http://127.0.0.1:1", "null"):
+        sent = signed_in.post("/runs/known/notes", data={}, headers={"origin": origin})
+        assert sent.status_code == 403
+    assert signed_in.get("/", headers={"host": "evil.example"}).status_code == 403
 
 
 def test_every_answer_has_the_policy(signed_in: httpx.Client, recorded: Recorded) -> None:
@@ -58,12 +51,11 @@ def test_every_answer_has_the_policy(signed_in: httpx.Client, recorded: Recorded
         assert answer.headers["x-content-type-options"] == "nosniff"
 
 
-def test_links_survive_a_restart(recorded: Recorded, link: str) -> None:
+def test_links_survive_a_restart_and_other_machines_need_the_operator_key(
+    recorded: Recorded, link: str, tmp_path: Path
+) -> None:
     with serve_pages(recorded.root) as again:
         assert again.partition("?")[2] == link.partition("?")[2]
-
-
-def test_other_machines_need_the_operator_key(tmp_path: Path) -> None:
     for key in ((), ("--operator-key", "short")):
         done = agentrl("ui", tmp_path, "--host", "0.0.0.0", "--port", "0", *key)
         assert done.returncode == 2

@@ -40,6 +40,8 @@ def test_every_view_loads_without_faults_and_axe_finds_nothing_serious(
 def test_tables_and_texts_are_there_without_javascript(browser, link: str, recorded) -> None:
     context = browser.new_context(java_script_enabled=False)
     page, origin = context.new_page(), link.split("/?")[0]
+    assert page.goto(origin + recorded.run).status == 403
+    assert recorded.name not in page.content()
     page.goto(link)
     for name, path in recorded.views.items():
         page.goto(origin + path)
@@ -66,24 +68,14 @@ def test_the_keyboard_reaches_content_first_and_then_the_filter(tab: Tab, record
     assert page.locator("tbody tr").count() == 1
 
 
-def test_without_the_token_nothing_is_shown(browser, link: str, recorded: Recorded) -> None:
-    context = browser.new_context()
-    page = context.new_page()
-    answer = page.goto(link.split("/?")[0] + recorded.run)
-    assert answer.status == 403
-    assert recorded.name not in page.content()
-    context.close()
-
-
 def test_what_an_agent_wrote_is_text_and_leads_nowhere(tab: Tab, recorded: Recorded) -> None:
     page = tab.open(f"{recorded.run}/rollouts/{recorded.ids['hostile']}")
     text = page.inner_text("main")
     assert "<script>window.hacked = 1</script>" in text
     assert "{{ 7 * 7 }}" in text
     assert "\x1b" not in text
-    assert (
-        page.locator("main a[href^='javascript:'], main img, main script:not([type])").count() == 0
-    )
+    active = "main a[href^='javascript:'], main img, main script:not([type])"
+    assert page.locator(active).count() == 0
     assert page.evaluate("window.hacked") is None
     long = tab.page.goto(f"{tab.origin}{recorded.run}/rollouts/{recorded.ids['long']}")
     assert len(long.body()) < 300_000, "a line of 10 MB is cut"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,20 +13,21 @@ from agentrl.config.errors import ConfigError
 from agentrl.runs.folder import RunFolder
 
 
-@pytest.fixture
-def report(recorded: Recorded, tmp_path: Path) -> Path:
-    out = tmp_path / "known.html"
-    _write(recorded.root / recorded.name, out)
-    return out
+def test_the_file_opens_alone_in_a_browser_and_draws(
+    browser, recorded: Recorded, tmp_path: Path
+) -> None:
+    folder = RunFolder(tmp_path / "copied")
+    shutil.copytree(recorded.root / recorded.name, folder.root)
+    config = folder.read_config()
+    config["models"] = {"judge": {"params": {"extra_headers": {"x-key": "sk-very-secret"}}}}
+    config["gateway"]["forward_otlp"] = "https://user:otlp-secret@elsewhere.invalid"
+    folder.write_json(folder.config, config)
+    report_command(folder.root)
+    report = folder.root / "report.html"
+    text = report.read_text()
+    assert "secret" not in text.lower()
+    assert HOSTILE.splitlines()[0] not in text
 
-
-def _write(run: Path, out: Path | None = None) -> None:
-    """In a thread: Playwright runs an event loop in this one."""
-    with ThreadPoolExecutor(1) as thread:
-        thread.submit(report_command, run, out=out).result()
-
-
-def test_the_file_opens_alone_in_a_browser_and_draws(browser, report: Path) -> None:
     page, faults = browser.new_page(), []
     page.on("console", lambda said: faults.append(said.text))
     page.on("pageerror", lambda error: faults.append(str(error)))
@@ -36,28 +35,12 @@ def test_the_file_opens_alone_in_a_browser_and_draws(browser, report: Path) -> N
     page.goto(report.as_uri())
     assert [fault for fault in faults if not fault.startswith(("file:", "data:"))] == []
     assert page.evaluate("window.hacked") is None
-    assert page.locator("figure.chart canvas").count() == page.locator("figure.chart").count()
+    assert page.locator("figure.chart canvas").count() == page.locator("figure.chart").count() > 9
     assert page.locator("a[href^='/']").count() == 0
     assert page.locator("details >> text=I am 14.").count() >= 1
     page.close()
 
 
-def test_it_holds_no_password_of_the_store_and_no_markup_of_an_agent(
-    recorded: Recorded, tmp_path: Path
-) -> None:
-    root = tmp_path / "copied"
-    shutil.copytree(recorded.root / recorded.name, root)
-    folder = RunFolder(root)
-    config = folder.read_config()
-    config["models"] = {"judge": {"params": {"extra_headers": {"x-key": "sk-very-secret"}}}}
-    config["gateway"]["forward_otlp"] = "https://user:otlp-secret@elsewhere.invalid"
-    folder.write_json(folder.config, config)
-    _write(root)
-    text = (root / "report.html").read_text()
-    assert "secret" not in json.dumps(text).lower().replace("secretvariables", "")
-    assert HOSTILE.splitlines()[0] not in text
-
-
 def test_a_folder_that_is_not_there_is_named(recorded: Recorded, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"out: .* is no folder"):
-        _write(recorded.root / recorded.name, tmp_path / "missing" / "a.html")
+        report_command(recorded.root / recorded.name, out=tmp_path / "missing" / "a.html")

@@ -25,10 +25,11 @@ def test_a_rollout_shows_its_trace_conversations_and_output(client: TestClient, 
     text = client.get(_rollout(recorded, "first")).text
     for said in ("invoke_agent solver", "execute_tool look_up", "policy@0", "correct", "clarity"):
         assert said in text, said
-    shown = [text.index(f'id="call-chatcmpl-{part}') for part in re.findall(
-        r'id="call-chatcmpl-([^"]+)"', text)]  # fmt: skip
+    shown = [found.start() for found in re.finditer('id="call-chatcmpl-', text)]
     assert len(shown) == 3
-    assert "Earlier messages of this conversation: 2" in text[shown[1] :]
+    [earlier] = re.findall(r'href="([^"]+)">Earlier messages of this conversation: 2<', text)
+    assert "Which number is 0?" not in text[shown[1] :]
+    assert "Which number is 0?" in client.get(earlier).text
     assert text.count(TOOL_ANSWER) >= 2  # the tool's span, and the message
     assert "<strong>I am" in text
     assert "Let me see." in text[text.index("Reasoning") :]
@@ -71,18 +72,6 @@ def test_the_raw_request_is_a_command_with_the_key_left_out(client: TestClient, 
     assert "<html" in client.get(link).text
 
 
-def test_earlier_messages_come_on_demand(client: TestClient, recorded: Recorded) -> None:
-    text = client.get(_rollout(recorded, "first")).text
-    [link] = re.findall(r'hx-get="([^"]+\?first=2)"', text)
-    earlier = client.get(link, headers={"hx-request": "true"}).text
-    assert "Which number is 0?" in earlier
-    assert "look_up" in earlier
-    assert TOOL_ANSWER not in earlier
-    alone = client.get(link.split("?")[0]).text
-    assert "Which number is 0?" not in alone
-    assert TOOL_ANSWER in alone
-
-
 def test_the_output_of_an_attempt_is_saved_as_text(client: TestClient, recorded: Recorded) -> None:
     path = f"{_rollout(recorded, 'hostile')}/log"
     saved = client.get(f"{path}/1")
@@ -106,8 +95,7 @@ def test_a_group_shows_rewards_advantages_and_where_tokens_part(client: TestClie
 
 def test_a_task_shows_its_answers_in_order_of_steps(client: TestClient, recorded) -> None:
     text = client.get(f"{recorded.run}/tasks/eval/1").text
-    assert "I am 13." in text[text.index("First, step 0") : text.index("Last, step 4")]
-    assert "the number after 12" in text[text.index("Last, step 4") :]
+    assert text.index("I am 13.") < text.index("the number after 12")
     steps = re.findall(r'<td class="figure">(\d)</td>\n<td><a class="row"', text)
     assert steps == ["0", "2", "4"]
     assert client.get(f"{recorded.run}/tasks/eval/99").status_code == 404
@@ -155,6 +143,5 @@ def test_of_many_calls_the_first_are_shown_and_the_rest_on_demand(tmp_path: Path
         assert text.count("odd \ufffd number") == 20
         assert text.count("Show this call</a>") == 5
         rest = client.get("/runs/many/calls/c%2324").text
-        assert "Earlier messages of this conversation: 24" in rest
-        assert "number 24" in rest
+        assert rest.count("odd \ufffd number") == 25
         assert client.get("/runs/many/groups/g").status_code == 200

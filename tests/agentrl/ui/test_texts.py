@@ -11,21 +11,16 @@ from agentrl.ui.texts import MOST, markdown, plain
 
 def test_markdown_makes_no_html_of_the_text_and_links_to_the_web_only() -> None:
     shown = markdown(f"# Title\n{HOSTILE}\n|a|\n|:-|\n|b|\n\n[web](https://example.org)")
-    for forbidden in ("<script", "<svg", "<img", "<style", "<h1", "style=", 'href="java'):
+    for forbidden in ("<script", "<svg", "<img", "<style", "<h1", " style=", 'href="java'):
         assert forbidden not in shown
-    assert "&lt;script&gt;" in shown
-    assert '<a href="https://example.org">web</a>' in shown
-    assert "<strong>Title</strong>" in shown
-    assert "<td>b</td>" in shown
+    for kept in ("&lt;script&gt;", '<a href="https://example.org">web</a>', "<td>b</td>",
+                 "<strong>Title</strong>"):  # fmt: skip
+        assert kept in shown
 
 
-def test_control_characters_are_dropped_or_visible() -> None:
+def test_control_characters_are_dropped_or_visible_and_long_texts_take_no_time() -> None:
     assert plain("\x1b[1;31mred\x1b[0m\x07\x00 \x1b]0;title\x07x\r\ny") == "red␇␀ x\ny"
     assert plain("a\u202eb\ud800c") == "a\ufffdb\ufffdc"
-    plain("a\u202eb\ud800c").encode()
-
-
-def test_long_texts_are_cut_and_take_no_time() -> None:
     began = time.perf_counter()
     assert len(markdown("[" * 10_000_000)) == MOST + len('<pre tabindex="0"></pre>')
     assert len(markdown("[" * 8_000)) > 8_000

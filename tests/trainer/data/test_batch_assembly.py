@@ -159,6 +159,14 @@ def test_a_rollout_with_a_refused_reward_does_not_train(broken: float, estimator
     assert math.isfinite(batch.metrics()["reward/mean"])
 
 
+def test_the_spread_over_groups_is_that_of_their_means() -> None:
+    four = [*PAIR, rollout("r3", group="other"), rollout("r4", group="other")]
+    calls = [call_of(one.id, f"c{one.id[1]}") for one in four]
+    batch = assemble(four, calls, [*WON, reward("r3", 1.0), reward("r4", 1.0)], SETTINGS)
+    assert batch.metrics()["reward/std_over_groups"] == pytest.approx(0.25)  # of 0.5 and 1
+    assert math.isnan(StepBatch().metrics()["reward/std_over_groups"])
+
+
 def test_a_bool_is_a_number() -> None:
     earned = rollout_reward(rollout("r1"), [reward("r1", True), reward("r1", False)])
     assert earned == 1.0

@@ -270,8 +270,13 @@ class CallStore(VerdictStore, RewardStore):
 
     def newest_calls(self, run_id: str | None, limit: int | None) -> list[Call]:
         """Return the newest calls of a run, or (None) those of no run, the newest first."""
-        order = t.calls.c.started_at if self.db.is_remote else sa.literal_column("rowid")
-        query = sa.select(*_CALL_COLUMNS).where(t.calls.c.run_id == run_id)
+        is_served = run_id is None
+        order = sa.literal_column("rowid")
+        if is_served or self.db.is_remote:
+            order = t.calls.c.started_at
+        # By an index of runs SQLite would sort all of the run's calls.
+        of_run = t.calls.c.run_id.is_(None) if is_served else t.calls.c.run_id.concat("") == run_id
+        query = sa.select(*_CALL_COLUMNS).where(of_run)
         return [_call(row) for row in self.db.fetch_rows(query.order_by(order.desc()).limit(limit))]
 
     def spans(self, rollout_id: str) -> list[Span]:

@@ -108,7 +108,7 @@ class Database:
     Args:
         patience_s: how long ``execute``, ``fetch``, ``look_up``, ``transact`` and ``snapshot`` wait
             for a database that is away.
-        read_only: refuse writes, those of a migration to this version's schema included.
+        read_only: refuse writes, once the schema is this version's.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Database:
         if url.startswith(("postgres://", "postgresql://")):
             url = "postgresql+psycopg://" + url.partition("://")[2]
         self.url, self.patience_s = url, patience_s
-        self.engine = open_engine(url, read_only=read_only)
+        self.engine = open_engine(url)
         self.is_remote = not self.url.startswith("sqlite")
         self.upsert = partial(upsert, self.is_remote)
         self.name = self.engine.url.render_as_string()  # without its password
@@ -134,6 +134,9 @@ class Database:
         except BaseException:
             self.engine.dispose()
             raise
+        if read_only:
+            self.engine.dispose()
+            self.engine = open_engine(url, read_only=True)
 
     def patiently(self, action: Callable[[], T]) -> T:
         """Repeat ``action``, a whole transaction, while the database is away; see ``faults``."""

@@ -192,9 +192,14 @@ class RolloutStore(RewardStore):
 
     def rollout_ids_after(self, run_id: str, last: str, limit: int) -> list[str]:
         """Return the ids of the next ``limit`` rollouts that were queued after ``last``."""
-        own = t.rollouts.c.run_id == run_id, t.rollouts.c.id > last
+        # In the order of ids: by the index of runs it would sort all of the run's rollouts.
+        own = t.rollouts.c.run_id.concat("") == run_id, t.rollouts.c.id > last
         query = sa.select(t.rollouts.c.id).where(*own).order_by(t.rollouts.c.id).limit(limit)
         return [row.id for row in self.db.fetch_rows(query)]
+
+    def canceled_ids(self, run_id: str) -> list[str]:
+        own = t.rollouts.c.run_id == run_id, t.rollouts.c.state == RolloutState.CANCELLED
+        return [row.id for row in self.db.fetch_rows(sa.select(t.rollouts.c.id).where(*own))]
 
     def count_rollouts(self, run_id: str) -> int:
         query = sa.select(sa.func.count()).where(t.rollouts.c.run_id == run_id)

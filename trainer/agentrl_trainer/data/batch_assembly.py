@@ -6,10 +6,11 @@ on, or skipped with one reason" is kept; the reasons themselves are ``skip_reaso
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
+from math import nan
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -75,6 +76,8 @@ class StepBatch:
     skipped: dict[str, SkipReason] = field(default_factory=dict[str, SkipReason])
     rewards: dict[str, float | None] = field(default_factory=dict[str, float | None])
     """By rollout id; None if the rollout failed or emitted none."""
+    group_of: dict[str, str] = field(default_factory=dict[str, str])
+    """By rollout id."""
     unasked: set[str] = field(default_factory=set[str])
     """Rollouts that earned a reward without a call of a model in training."""
     groups: dict[str, list[SkipReason | None]] = field(
@@ -116,7 +119,10 @@ class StepBatch:
         """Summarize the step. Reward statistics are over rollouts that have a reward and asked the
         model, advantage statistics over trained tokens."""
         earned = {name: reward for name, reward in self.rewards.items() if reward is not None}
-        scores = [reward for name, reward in earned.items() if name not in self.unasked]
+        scores = {name: reward for name, reward in earned.items() if name not in self.unasked}
+        by_group = defaultdict[str, list[float]](list)
+        for name, reward in scores.items():
+            by_group[self.group_of[name]].append(reward)
         advantages = [a for row in self.rows for a in compress(row.advantages, row.mask)]
         skipped = Counter(
             next(reason for reason in GROUP_REASONS if reason in members)
@@ -124,8 +130,9 @@ class StepBatch:
             if None not in members
         )
         return {
-            "reward/mean": fmean(scores) if scores else float("nan"),
-            "reward/std": pstdev(scores) if scores else float("nan"),
+            "reward/mean": fmean(scores.values()) if scores else nan,
+            "reward/std": pstdev(scores.values()) if scores else nan,
+            "reward/std_over_groups": pstdev(map(fmean, by_group.values())) if scores else nan,
             "reward/missing": len(self.rewards) - len(earned),
             "reward/without_call": len(self.unasked),
             "advantage/max": max(advantages, default=0.0),
@@ -166,6 +173,7 @@ def assemble(
             tell when a reward was earned.
     """
     batch = StepBatch(rewards=rollout_rewards(rollouts, rewards))
+    batch.group_of = {rollout.id: rollout.group_id for rollout in rollouts}
     calls_of, rewards_of = by_rollout(calls), by_rollout(rewards)
     context_of = calls_of if context is None else by_rollout(context)
     members: list[_Member] = []

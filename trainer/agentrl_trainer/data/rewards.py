@@ -19,11 +19,11 @@ from agentrl_tracer.schemas import (
 )
 from agentrl_trainer.data.trajectories import call_order
 
-Record = TypeVar("Record", Call, Reward)
+Record = TypeVar("Record", Call, Feedback, Reward)
 
 
 def by_rollout(records: Iterable[Record]) -> defaultdict[str | None, list[Record]]:
-    """Group calls or rewards by the id of their rollout."""
+    """Group records by the id of their rollout."""
     found: defaultdict[str | None, list[Record]] = defaultdict(list)
     for record in records:
         found[record.rollout_id].append(record)

@@ -14,7 +14,6 @@ import logging
 import math
 import mmap
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -24,7 +23,7 @@ from transformers.cache_utils import Cache
 
 from agentrl_trainer.models.devices import free_memory
 from agentrl_trainer.models.loading import BaseModel
-from agentrl_trainer.models.prefix_attention import common_prefix
+from agentrl_trainer.models.prefix_attention import longer_prefix
 
 log = logging.getLogger(__name__)
 
@@ -392,10 +391,3 @@ def _zeros(size: tuple[int, ...], shape: KVShape) -> Tensor:
 
 def _grown(want: int, have: int, least: int, *, times: int = 2) -> int:
     return have if want <= have else max(want, times * have, least)
-
-
-def longer_prefix(have: Sequence[int], want: Sequence[int], best: int) -> int:
-    """Return the common prefix if longer than ``best``, else 0: one comparison rules most out."""
-    if len(have) <= best or len(want) <= best or have[best] != want[best]:
-        return 0
-    return common_prefix(have, want)

@@ -19,16 +19,10 @@ from transformers import PreTrainedTokenizerBase
 from agentrl_trainer.inference.adapter_swap import PreparedAdapter
 from agentrl_trainer.inference.forward import Forward
 from agentrl_trainer.inference.grammar import GrammarState
-from agentrl_trainer.inference.kv_cache import (
-    MIN_PREFIX,
-    KVPool,
-    Prefix,
-    Rows,
-    Stored,
-    longer_prefix,
-)
+from agentrl_trainer.inference.kv_cache import MIN_PREFIX, KVPool, Prefix, Rows, Stored
 from agentrl_trainer.inference.llama_cpu import BLOCK
 from agentrl_trainer.inference.requests import FinishReason, SampleRequest
+from agentrl_trainer.models.prefix_attention import longer_prefix
 
 _OVERHEAD_TOKENS = 256
 """Cost of a forward before its first token, in tokens: weighs padding against more forwards."""

@@ -128,6 +128,13 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     return low
 
 
+def longer_prefix(have: Sequence[int], want: Sequence[int], best: int) -> int:
+    """Return the common prefix if longer than ``best``, else 0: one comparison rules most out."""
+    if len(have) <= best or len(want) <= best or have[best] != want[best]:
+        return 0
+    return common_prefix(have, want)
+
+
 def pack_trie(rows: Sequence[Sequence[int]]) -> tuple[list[int], list[list[int]], Trie]:
     """Make a trie of rows that are sorted and not empty.
 

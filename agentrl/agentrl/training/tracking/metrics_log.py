@@ -16,12 +16,11 @@ from typing import Any
 
 from agentrl.config.commands import TrainConfig
 from agentrl.config.errors import ConfigError
-from agentrl.runs.best_adapter import held_out_of
 from agentrl.runs.folder import RunFolder
 from agentrl.runs.metric_names import HELD_OUT, REWARD
 from agentrl.training.metrics import finite_numbers
 from agentrl.training.tracking.samples import samples_of
-from agentrl.training.tracking.trackers import PACKAGES, Samples, Tracker, open_tracker
+from agentrl.training.tracking.trackers import Samples, Tracker, open_tracker
 from agentrl_tracer.store import Store
 
 
@@ -48,14 +47,8 @@ class MetricsLog:
             try:
                 importlib.import_module(name)
             except ImportError as error:
-                raise ConfigError(
-                    f"run.trackers: {name} cannot be imported ({error}); "
-                    f"`pip install {PACKAGES.get(name, name)}`, or leave it out"
-                ) from error
-
-    def held_out(self) -> dict[int, float]:
-        """Return the held-out accuracies measured so far, by step."""
-        return held_out_of(self.folder)
+                how = f"`pip install 'agentrl-middleware[{name}]'`, or leave it out"
+                raise ConfigError(f"run.trackers: {name}: {error}; {how}") from error
 
     def go_back(self, step: int, checkpointed: Mapping[str, Any] | None) -> None:
         """Keep the rows up to ``step`` and open the trackers.
@@ -69,11 +62,10 @@ class MetricsLog:
         self.store.drop_metrics_after(self.run_id, step)
         for row in rows:
             self._told[int(row["step"])].update(row)
+        after = step if rows else None
         for name in self.config.run.trackers:
             with self._given_up_if_it_fails(name):
-                self._trackers[name] = open_tracker(
-                    name, self.folder, self.config, step if rows else None
-                )
+                self._trackers[name] = open_tracker(name, self.folder, self.config, after)
         of_step = [row for row in rows if row["step"] == step]
         for row in of_step:  # the process may have died between the file and the others
             self._publish(step, row)
@@ -92,22 +84,25 @@ class MetricsLog:
         samples: Samples = ()
         if HELD_OUT in values and self._trackers:
             samples = samples_of(self.folder, self.store, self.run_id, step)
-        for name, tracker in list(self._trackers.items()):
-            with self._given_up_if_it_fails(name):
-                # TensorBoard has dropped what a resumed run repeats; the others ignore it.
-                if told := values if name == "tensorboard" else news:
-                    tracker.log(told, step, samples if HELD_OUT in told else ())
+
+        def tell(name: str, tracker: Tracker) -> None:
+            # TensorBoard has dropped what a resumed run repeats; the others ignore it.
+            if told := values if name == "tensorboard" else news:
+                tracker.log(told, step, samples if HELD_OUT in told else ())
+
+        self._each(tell)
 
     def show_picture(self, step: int) -> None:
         """Log the learning curve as it is after the run's last step."""
-        for name, tracker in list(self._trackers.items()):
-            with self._given_up_if_it_fails(name):
-                tracker.picture(self.folder.picture, step)
+        self._each(lambda _, tracker: tracker.picture(self.folder.picture, step))
 
-    def close(self) -> None:
+    def close(self, *, killed: bool = False) -> None:
+        self._each(lambda _, tracker: tracker.close(killed=killed))
+
+    def _each(self, tell: Callable[[str, Tracker], None]) -> None:
         for name, tracker in list(self._trackers.items()):
             with self._given_up_if_it_fails(name):
-                tracker.finish()
+                tell(name, tracker)
 
     @contextmanager
     def _given_up_if_it_fails(self, name: str) -> Iterator[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
-from agentrl.history.conversation import Message, answered, asked, shown_before
+from agentrl.history.rollout.conversation import Message, conversation, shown_before
 from agentrl.runs.folder import RunFolder
 from agentrl.runs.token_records import read_call
 from agentrl.training.tracking.trackers import Samples
@@ -18,11 +18,7 @@ _LONGEST = 4000  # characters of a conversation
 
 
 def samples_of(folder: RunFolder, store: Store, run_id: str, step: int) -> Samples:
-    """Return the first rollouts that were evaluated after ``step``, and the first of the step.
-
-    Columns: id, purpose, place of the task in its split, reward, advantage (the mean over the
-    rollout's trained tokens), and the conversation as text.
-    """
+    """Return the first rollouts that were evaluated after ``step``, and the first of the step."""
     chosen: list[Rollout] = []
     for purpose in (Purpose.EVAL, Purpose.TRAIN):
         made = store.rollouts(run_id, step=step, purpose=purpose)
@@ -44,29 +40,20 @@ def samples_of(folder: RunFolder, store: Store, run_id: str, step: int) -> Sampl
 
 
 def _advantage(folder: RunFolder, calls: Sequence[Call]) -> float | None:
-    """Return the mean advantage over the tokens that trained, of the epoch before the update."""
-    trained = [(call.trained_step, call.id) for call in calls if call.trained_step is not None]
-    seen = [read_call(folder, step, name) for step, name in trained]
+    """Return the mean advantage over the tokens that trained."""
+    seen = [read_call(folder, call) for call in calls]
     values = [float(one) for tokens in seen if tokens for one in tokens.advantage]
     return fmean(values) if values else None
 
 
 def _conversation(rollout: Rollout, calls: Sequence[Call]) -> str:
-    """Return the messages of the winning attempt; where none won, why."""
-    if not rollout.winner:
-        return rollout.reason or rollout.state
+    """Return the messages of the winning attempt, each once; where none won, why."""
     told: list[list[Message]] = []
     lines: list[str] = []
     for call in calls:
-        if call.attempt_id == rollout.winner and sum(map(len, lines)) < _LONGEST:
-            answer = answered(call)
-            messages = [*asked(call.request), *([answer] if answer else [])]
-            lines += map(_line, messages[shown_before(messages, told) :])
+        if call.attempt_id == rollout.winner:
+            messages = conversation(call)
+            new = messages[shown_before(messages, told) :]
+            lines += [f"{message.role}: {message.said}" for message in new]
             told.append(messages)
-    text = "\n".join(lines)
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
-
-
-def _line(message: Message) -> str:
-    tools = [f"→ {tool.name}({tool.arguments})" for tool in message.tools]
-    return f"{message.role}: {' '.join(filter(None, [message.text, *tools]))}"
+    return "\n".join(lines)[:_LONGEST] if rollout.winner else rollout.reason or rollout.state

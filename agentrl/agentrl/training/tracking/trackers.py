@@ -6,20 +6,20 @@ evaluation and a table of rollouts, ``picture`` the learning curve as it is at a
 
 from __future__ import annotations
 
-import html
 import json
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from agentrl.config.commands import TrainConfig
 from agentrl.config.setting_names import flattened
 from agentrl.runs.folder import RunFolder
+from agentrl_tracer.schemas import Json
 
-PACKAGES = {"mlflow": "mlflow-skinny"}
-"""What to install where the package has another name than the tracker."""
-SAMPLES, PICTURE = "samples", "learning_curve"
+_SAMPLES, _PICTURE = "samples", "learning_curve"
 _PROJECT = "agentrl"
 _MAY_HOLD_SECRETS: dict[str, Any] = {
     "run": {"store"},
@@ -29,11 +29,9 @@ _MAY_HOLD_SECRETS: dict[str, Any] = {
 }
 """Settings with URLs or parameters that may hold passwords: no tracker gets them."""
 _TABLES = "mlflow.loggedArtifacts"  # the tag by which MLflow finds tables
-_BATCH = 100  # parameters of one request to MLflow
 _LONGEST = 6000  # characters of a parameter
 
-Cell = str | float | None
-Samples = Sequence[Mapping[str, Cell]]
+Samples = Sequence[Mapping[str, str | float | None]]
 """Rows of a table; all have the same columns."""
 
 
@@ -42,27 +40,17 @@ def open_tracker(name: str, folder: RunFolder, config: TrainConfig, step: int | 
     group, run_id = config.run.group, folder.run_id.read_text().strip()
     if name == "tensorboard":
         return _TensorBoard(folder.root / "tensorboard" / (group or ""), step)
-    settings = config.model_dump(mode="json", exclude=_MAY_HOLD_SECRETS)
-    if name == "mlflow":
-        return _MLflow(folder.name, run_id, group, settings)
-    common: dict[str, Any] = {"project": _PROJECT, "group": group, "resume": "allow"}
-    common["config"] = settings
-    if name == "trackio":
-        import trackio  # pyright: ignore[reportMissingImports]
-
-        # trackio resumes by name, and another run's folder may have the same one.
-        own_name = f"{folder.name}-{run_id[-8:]}"
-        opened = trackio.init(name=own_name, embed=False, auto_log_cpu=False, **common)
-        return _WandB(trackio, opened)
-    import wandb  # pyright: ignore[reportMissingImports]
-
-    # The run's own id: a resumed run continues in the same place.
-    opened = wandb.init(
-        name=folder.name, id=run_id, dir=str(folder.root),
-        settings={"console": "off"},  # the panel is drawn many times a second
-        **common,
-    )  # fmt: skip
-    return _WandB(wandb, opened)
+    dump = partial(config.model_dump, mode="json", exclude=_MAY_HOLD_SECRETS)
+    if name == "mlflow":  # which takes 100 parameters at most
+        return _MLflow(folder.name, run_id, group, flattened(dump(exclude_defaults=True)))
+    how: dict[str, Any] = {"project": _PROJECT, "group": group, "config": dump()}
+    if name == "trackio":  # it resumes by name, and another run's folder may have the same one
+        how |= {"name": f"{folder.name}-{run_id[-8:]}", "embed": False, "auto_log_cpu": False}
+    else:
+        how |= {"name": folder.name, "id": run_id, "dir": str(folder.root)}
+        how["settings"] = {"console": "off"}  # the panel is drawn many times a second
+    module = import_module(name)
+    return _WandB(module, module.init(resume="allow", **how))
 
 
 class _WandB:
@@ -70,17 +58,19 @@ class _WandB:
 
     def __init__(self, module: Any, run: Any) -> None:
         self._module, self._run = module, run
-        self.finish = run.finish
 
     def log(self, values: Mapping[str, float], step: int, samples: Samples) -> None:
         told: dict[str, Any] = dict(values)
         if samples:
             rows = [list(row.values()) for row in samples]
-            told[SAMPLES] = self._module.Table(columns=list(samples[0]), data=rows)
+            told[_SAMPLES] = self._module.Table(columns=list(samples[0]), data=rows)
         self._run.log(told, step=step)
 
     def picture(self, path: Path, step: int) -> None:
-        self._run.log({PICTURE: self._module.Image(str(path))}, step=step)
+        self._run.log({_PICTURE: self._module.Image(str(path))}, step=step)
+
+    def close(self, *, killed: bool) -> None:
+        self._run.finish()
 
 
 class _TensorBoard:
@@ -89,27 +79,30 @@ class _TensorBoard:
 
         # Readers drop what earlier files hold of this step and the ones after it.
         self._writer: Any = SummaryWriter(str(folder), purge_step=step)
-        self.finish = self._writer.close
 
     def log(self, values: Mapping[str, float], step: int, samples: Samples) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
         if samples:
-            self._writer.add_text(SAMPLES, _markdown(samples), step)
+            rows = [samples[0], *(row.values() for row in samples)]
+            lines = [f"| {' | '.join(map(_plain, row))} |" for row in rows]
+            lines.insert(1, "|---" * len(samples[0]) + "|")
+            self._writer.add_text(_SAMPLES, "\n".join(lines), step)
         self._writer.flush()
 
     def picture(self, path: Path, step: int) -> None:
         from matplotlib.image import imread
 
-        self._writer.add_image(PICTURE, imread(path), step, dataformats="HWC")
+        self._writer.add_image(_PICTURE, imread(path), step, dataformats="HWC")
+
+    def close(self, *, killed: bool) -> None:
+        self._writer.close()
 
 
 class _MLflow:
     """An experiment is the group, or ``agentrl``; the run's id is a tag, by which it is resumed."""
 
-    def __init__(
-        self, name: str, run_id: str, group: str | None, settings: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, name: str, run_id: str, group: str | None, settings: Json) -> None:
         import mlflow  # pyright: ignore[reportMissingImports]
         from mlflow.entities import Metric, Param  # pyright: ignore[reportMissingImports]
 
@@ -121,9 +114,8 @@ class _MLflow:
             self._client.update_run(self._id, status="RUNNING")
             return
         self._id = self._client.create_run(place, run_name=name, tags={tag: run_id}).info.run_id
-        given = [Param(key, str(value)[:_LONGEST]) for key, value in flattened(settings).items()]
-        for at in range(0, len(given), _BATCH):
-            self._client.log_batch(self._id, params=given[at : at + _BATCH])
+        given = [Param(key, str(value)[:_LONGEST]) for key, value in settings.items()]
+        self._client.log_batch(self._id, params=given)
 
     def log(self, values: Mapping[str, float], step: int, samples: Samples) -> None:
         now = int(time.time() * 1000)
@@ -131,7 +123,7 @@ class _MLflow:
         self._client.log_batch(self._id, metrics=told)
         if samples:  # as its log_table writes them, which needs pandas
             rows = [list(row.values()) for row in samples]
-            path = f"{SAMPLES}/{step:06d}.json"
+            path = f"{_SAMPLES}/{step:06d}.json"
             self._client.log_dict(self._id, {"columns": list(samples[0]), "data": rows}, path)
             tags = self._client.get_run(self._id).data.tags
             tables = [*json.loads(tags.get(_TABLES, "[]")), {"path": path, "type": "table"}]
@@ -140,24 +132,15 @@ class _MLflow:
     def picture(self, path: Path, step: int) -> None:
         self._client.log_artifact(self._id, str(path))
 
-    def finish(self) -> None:
-        self._client.set_terminated(self._id)
+    def close(self, *, killed: bool) -> None:
+        self._client.set_terminated(self._id, "KILLED" if killed else "FINISHED")
 
 
-def _markdown(samples: Samples) -> str:
-    """Return a table whose cells are plain text, whatever an agent has written into them."""
-    lines = [list(samples[0]), ["---"] * len(samples[0])]
-    lines += [[_cell(value) for value in row.values()] for row in samples]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _cell(value: Cell) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    text = html.escape("" if value is None else str(value))
-    # TensorBoard writes what is left of Markdown as links, pictures and headings.
-    marked = "".join(f"&#{ord(one)};" if one in "\\`*_{}[]()#+!|~:" else one for one in text)
-    return "<br>".join(marked.splitlines())
+def _plain(value: str | float | None) -> str:
+    """Return text that is neither Markdown nor HTML, whatever an agent has written into it."""
+    text = "" if value is None else f"{value:.4g}" if isinstance(value, float) else value
+    plain = (one if one.isalnum() or one in " \n" else f"&#{ord(one)};" for one in str(text))
+    return "".join(plain).replace("\n", "<br>")
 
 
 Tracker = _TensorBoard | _WandB | _MLflow

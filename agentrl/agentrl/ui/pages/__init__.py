@@ -1,33 +1,6 @@
 """The pages, a module for each kind. A page is a function that returns a rendered template."""
 
-from agentrl.ui.pages import (
-    call,
-    calls,
-    compare,
-    evaluations,
-    feedback,
-    group,
-    replay,
-    rollout,
-    rollouts,
-    runs,
-    served,
-    sweeps,
-    tokens,
-)
+from agentrl.ui.pages import call, calls, evaluations, feedback, rollout, rollouts, runs, sweeps
 
-PAGES = (
-    runs.router,
-    rollouts.router,
-    rollout.router,
-    group.router,
-    call.router,
-    calls.router,
-    tokens.router,
-    replay.router,
-    evaluations.router,
-    compare.router,
-    feedback.router,
-    served.router,
-    sweeps.router,
-)
+_MODULES = (runs, rollouts, rollout, call, calls, evaluations, feedback, sweeps)
+PAGES = [module.router for module in _MODULES]

@@ -1,130 +1,101 @@
-"""One call: its messages, its facts, the raw request and answer."""
+"""One call: its messages, the raw request and answer, its tokens, and its replays."""
 
 from __future__ import annotations
 
 import json
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+import numpy as np
+from fastapi import APIRouter, Depends, Request
+from numpy.typing import NDArray
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 
-from agentrl.history.conversation import Message, answered, asked, shown_before
-from agentrl.history.sources import OpenRun, OpenServed
+from agentrl.config.errors import ConfigError, explain
+from agentrl.gateway.on_demand import Replayer, Sampling, replays_of, targets
+from agentrl.history.rollout.conversation import Message, answered, asked, path_of, shown_before
+from agentrl.history.rollout.tokens import CallTokens, call_tokens, origin_of
+from agentrl.history.rollout.vocabulary import Vocabulary
+from agentrl.history.sources import OpenRun
+from agentrl.runs.token_records import read_call
 from agentrl.ui.texts import MOST
-from agentrl.ui.views import page, source_of
+from agentrl.ui.views import Form, page, run_of, source_of
 from agentrl_tracer.schemas import Call, Json
 
-router = APIRouter()
+router, _of_call = APIRouter(), APIRouter()
 _SHOWN_OF_CALL = 60_000
-"""Characters of one call's messages that a page shows."""
+"""Characters of one call's messages after which a page shows no further message."""
 _LEAST = 200  # of them, that a message counts as
 
 
-@dataclass(frozen=True)
-class Said:
-    """A message as a page shows it; ``length`` of its text before it was cut, in characters."""
+def _find(request: Request, name: str, call_id: str) -> tuple[OpenRun, Call]:
+    source = source_of(request, name)
+    call = source.store.call(call_id)
+    if call is None or call.run_id != source.id:
+        raise HTTPException(404, f"{call_id!r} is no call of {source.name}")
+    return source, call
 
-    message: Message
-    length: int
 
-    @property
-    def is_cut(self) -> bool:
-        return len(self.message.text) < self.length
+_Found = Annotated[tuple[OpenRun, Call], Depends(_find)]
+"""The run or the served store that a path names, and the call in it."""
 
 
 @dataclass(frozen=True)
 class Chat:
     """The messages of a call. ``before`` of them are those of an earlier call; ``asked`` are the
-    ones after, but for ``left_out``."""
+    ones after, but for ``left_out`` at the end."""
 
     call: Call
     before: int
-    asked: list[Said]
+    asked: list[Message]
     left_out: int
-    answer: Said | None
+    answer: Message | None
 
 
 def chat_of(call: Call, earlier: Sequence[Sequence[Message]] = ()) -> Chat:
     """Prepare a call for the page, without the messages that earlier conversations show."""
-    messages, answer = asked(call.request), answered(call)
+    messages = asked(call.request)
     before = shown_before(messages, earlier)
-    shown, left_out = _fit(messages[before:])
-    return Chat(call, before, shown, left_out, answer and cut_message(answer))
+    lengths = accumulate(map(shown_length, messages[before:]), initial=0)
+    places = zip(messages[before:], lengths, strict=False)
+    shown = [message for message, at in places if at < _SHOWN_OF_CALL]
+    return Chat(call, before, shown, len(messages) - before - len(shown), answered(call.response))
 
 
-def _fit(messages: Sequence[Message]) -> tuple[list[Said], int]:
-    """Cut messages to what a page shows; return how many are left out, too."""
-    shown: list[Said] = []
-    left = _SHOWN_OF_CALL
-    for message in messages:
-        if left <= 0:
-            break
-        said = cut_message(message, min(MOST, left))
-        left -= max(_LEAST, len(said.message.text) + len(said.message.reasoning))
-        shown.append(said)
-    return shown, len(messages) - len(shown)
+def shown_length(message: Message) -> int:
+    """Count the characters of a message that a page shows, and those around them."""
+    texts = message.text, message.reasoning, *(tool.arguments for tool in message.tools)
+    return _LEAST + sum(min(len(text), MOST) for text in texts)
 
 
-def conversation(call: Call) -> list[Message]:
-    """Return what a call asked and answered."""
-    answer = answered(call)
-    return asked(call.request) + ([answer] if answer else [])
+@_of_call.get("")
+def call_page(request: Request, found: _Found) -> Response:
+    """Show a call as chat; without the page around if htmx asks, as the next pages."""
+    source, call = found
+    return _part(request, "call.html", run=source.current(), chat=chat_of(call))
 
 
-def cut_message(message: Message, most: int = MOST) -> Said:
-    """Cut each text of a message after ``most`` characters."""
-    tools = tuple(replace(one, arguments=one.arguments[:most]) for one in message.tools[:50])
-    text, reasoning = message.text[:most], message.reasoning[:most]
-    return Said(replace(message, text=text, reasoning=reasoning, tools=tools), len(message.text))
-
-
-@router.get("/runs/{name}/calls/{call_id}")
-@router.get("/served/{name}/calls/{call_id}")
-def call_page(request: Request, name: str, call_id: str, first: int = 0) -> Response:
-    """Show a call as chat, or its ``first`` messages; without the page around if htmx asks."""
-    run = source_of(request, name)
-    call = _call(run, call_id)
-    if first > 0:
-        shown, left_out = _fit(asked(call.request)[:first])
-        chat = Chat(call, 0, shown, left_out, None)
-    else:
-        chat = chat_of(call, _previous(run, call))
-    return _part(request, "call.html", run=run.current(), chat=chat, first=first)
-
-
-@router.get("/runs/{name}/calls/{call_id}/raw")
-@router.get("/served/{name}/calls/{call_id}/raw")
-def raw_page(request: Request, name: str, call_id: str) -> Response:
+@_of_call.get("/raw")
+def raw_page(request: Request, found: _Found) -> Response:
     """Show the request and the answer as recorded, and the request as a command."""
-    run = source_of(request, name)
-    call, row = _call(run, call_id), run.current()
-    raw = {
-        what: _json(body)
-        for what, body in (("request", call.request), ("answer", call.response))
-        if body is not None
-    }
-    return _part(request, "raw.html", run=row, call=call, raw=raw, curl=_curl(row, call))
+    call, run = found[1], found[0].current()
+    raw = {what: _json(body) for what, body in _bodies(call).items()}
+    return _part(request, "raw.html", run=run, call=call, raw=raw, curl=_curl(run, call))
 
 
-@router.get("/runs/{name}/calls/{call_id}/{what}.json")
-@router.get("/served/{name}/calls/{call_id}/{what}.json")
-def download(request: Request, name: str, call_id: str, what: str) -> Response:
-    """Send the recorded request or answer as a file of text."""
-    call = _call(source_of(request, name), call_id)
-    body = {"request": call.request, "answer": call.response}.get(what)
+@_of_call.get("/{what}.json")
+def download(found: _Found, what: str) -> Response:
+    """Send the recorded request or answer as a file of text, which no browser renders."""
+    body = _bodies(found[1]).get(what)
     if body is None:
-        raise HTTPException(404, f"call {call_id} has no {what}")
-    return text_file(_json(body), f"{what}.json")
-
-
-def text_file(content: str | bytes, name: str) -> Response:
-    """Send what agents wrote so that no browser renders it."""
-    sent = content if isinstance(content, bytes) else content.encode(errors="replace")
-    headers = {"content-disposition": f'attachment; filename="{name}"'}
+        raise HTTPException(404, f"call {found[1].id} has no {what}")
+    headers = {"content-disposition": f'attachment; filename="{what}.json"'}
+    sent = _json(body).encode(errors="replace")
     return Response(sent, media_type="text/plain; charset=utf-8", headers=headers)
 
 
@@ -133,21 +104,9 @@ def _part(request: Request, template: str, **values: Any) -> Response:
     return page(request, template, is_part=is_part, **values)
 
 
-def _call(run: OpenRun | OpenServed, call_id: str) -> Call:
-    call = run.store.call(call_id)
-    if call is None or call.run_id != run.id:
-        raise HTTPException(404, f"{call_id!r} is no call of {run.name}")
-    return call
-
-
-def _previous(run: OpenRun | OpenServed, call: Call) -> list[list[Message]]:
-    """Return the conversation of the call before this one in its attempt."""
-    if call.attempt_id is None:
-        return []
-    others = run.store.calls(attempt_ids=[call.attempt_id], bodies=False)
-    before = [other.id for other in others if other.seq < call.seq]
-    found = run.store.call(before[-1]) if before else None
-    return [conversation(found)] if found else []
+def _bodies(call: Call) -> dict[str, Json]:
+    bodies = {"request": call.request, "answer": call.response}
+    return {what: body for what, body in bodies.items() if body is not None}
 
 
 def _json(body: Json) -> str:
@@ -156,16 +115,148 @@ def _json(body: Json) -> str:
 
 def _curl(run: Json, call: Call) -> str:
     """Return the request as a shell command that the run's gateway answers."""
-    request = call.request or {}
-    if "messages" in request:
-        path = "messages" if call.response_id.startswith("msg_") else "chat/completions"
-    else:
-        path = "responses" if "input" in request else "completions"
     base = (run["config"].get("gateway") or {}).get("url") or "http://127.0.0.1:8000"
-    body = json.dumps(request, ensure_ascii=False)
+    body = json.dumps(call.request or {}, ensure_ascii=False)
     data = shlex.quote(body) if len(body) <= MOST else "@request.json"
     return (
-        f"curl {base}/v1/{path} \\\n"
+        f"curl {base}/v1/{path_of(call)} \\\n"
         '  -H "Authorization: Bearer $OPENAI_API_KEY" \\\n'
         f'  -H "Content-Type: application/json" \\\n  -d {data}\n'
     )
+
+
+# ---- tokens
+
+_PAGE = 2000  # tokens
+_LOGPROBS = (-4.0, -2.0, -1.0, -0.5, -0.1, -0.01)
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """How tokens are colored by a column of ``CallTokens``: the bounds between the steps, and the
+    ``colors`` of tokens.css. A version has a color of its own."""
+
+    title: str
+    form: str
+    colors: str
+    bounds: tuple[float, ...] = ()
+
+
+_SCALES = {
+    "sampler": _Scale("Sampler's log-prob", ".4f", "rare", _LOGPROBS),
+    "trainer": _Scale("Trainer's log-prob", ".4f", "rare", _LOGPROBS),
+    "ratio": _Scale("Ratio", ".5g", "side", (0.8, 0.9, 0.99, 1.01, 1.1, 1.25)),
+    "advantage": _Scale("Advantage", "+.4g", "side", (-1.0, -0.3, -1e-9, 1e-9, 0.3, 1.0)),
+    "version": _Scale("Adapter version", "d", "kind"),
+}
+
+
+@_of_call.get("/tokens")
+def tokens_page(request: Request, found: _Found, color: str = "sampler", at: int = 0) -> Response:
+    """Show what is known of each token, colored by one of it; and where the prompt comes from."""
+    source, call = found
+    vocabulary, seen = Vocabulary(fault="the store does not say which model answered"), None
+    if source.id is not None:
+        vocabulary, seen = _vocabulary(request, source), read_call(source.folder, call)
+    start = max(at, 0) // _PAGE * _PAGE
+    known = call_tokens(call, seen, vocabulary, slice(start, start + _PAGE))
+    color = color if color in known.columns else "sampler"
+    values, columns = known.columns[color], _columns(known, start)
+    rows = list(zip(*columns.values(), strict=True))
+    titles = ("\n".join(f"{k} {v}" for k, v in zip(columns, row, strict=True)) for row in rows)
+    pages = {"Previous": start - _PAGE, "Next": start + _PAGE}
+    return _part(
+        request, "token_view.html", run=source.current(), call=call, vocabulary=vocabulary,
+        prompt=_prompt(source, call, vocabulary), start=start, color=color,
+        colors={name: _SCALES[name].title for name in known.columns},
+        legend=_legend(color, values),
+        shown=list(zip(known.texts, _classes(color, values), titles, strict=True)),
+        names=list(columns), rows=rows,
+        pages={title: to for title, to in pages.items() if 0 <= to < len(call.response_ids)},
+    )  # fmt: skip
+
+
+def _columns(known: CallTokens, start: int) -> dict[str, Sequence[Any]]:
+    """Return what is known of each token as text, by name."""
+    columns: dict[str, Sequence[Any]] = {
+        "token": range(start + 1, start + 1 + len(known.ids)), "id": known.ids
+    }  # fmt: skip
+    for name, column in known.columns.items():
+        columns[name] = [format(value, _SCALES[name].form) for value in column.tolist()]
+    return columns | ({"or": known.alternatives} if any(known.alternatives) else {})
+
+
+def _vocabulary(request: Request, run: OpenRun) -> Vocabulary:
+    return request.app.state.vocabularies.of(run.row["config"])
+
+
+def _classes(color: str, values: NDArray[Any]) -> list[str]:
+    """Return the class of each value's color."""
+    scale = _SCALES[color]
+    steps = np.digitize(values, scale.bounds) if scale.bounds else values % 7
+    return [f"{scale.colors}{step}" for step in steps]
+
+
+def _legend(color: str, values: NDArray[Any]) -> list[tuple[str, str]]:
+    """Return class and meaning of each color."""
+    scale = _SCALES[color]
+    if not scale.bounds:
+        versions = np.unique(values)
+        return list(zip(_classes(color, versions), map(str, versions), strict=True))
+    bounds = [f"{round(bound, 6) + 0.0:g}" for bound in scale.bounds]
+    between = [a if a == b else f"{a} to {b}" for a, b in pairwise(bounds)]
+    said = [f"below {bounds[0]}", *between, f"{bounds[-1]} up"]
+    return [(f"{scale.colors}{step}", text) for step, text in enumerate(said)]
+
+
+def _prompt(source: OpenRun, call: Call, vocabulary: Vocabulary) -> dict[str, Any]:
+    """Return the prompt in two parts: what ``parent``, an earlier call, has had, and the rest."""
+    earlier: list[Call] = []
+    if call.attempt_id is not None:
+        earlier = source.store.calls(attempt_ids=[call.attempt_id], bodies=False)
+    parent, shared = origin_of(call, earlier)
+    texts = map(vocabulary.text, (call.prompt_ids[:shared], call.prompt_ids[shared:]))
+    return {"parent": parent, "count": shared, "texts": list(texts)}
+
+
+# ---- replays: what would another adapter version, the base model or a judge have said?
+
+
+@router.get("/runs/{name}/calls/{call_id}/replay")
+def replay_page(request: Request, name: str, call_id: str) -> Response:
+    run, call = run_of(request, name), _find(request, name, call_id)[1]
+    form = {
+        "temperature": call.params.get("temperature", 1.0),
+        "max_tokens": call.params.get("max_tokens") or max(len(call.response_ids), 256),
+        "seed": call.params.get("seed") or "",
+    }
+    replayer = _replayer(request)
+    return page(
+        request, "replay.html", run=run.current(), call=call, form=form, last=replayer.last,
+        warm=replayer.is_warm, targets=list(targets(run.folder)),
+        vocabulary=_vocabulary(request, run), answers=[call, *replays_of(run.folder, call_id)],
+    )  # fmt: skip
+
+
+@router.post("/runs/{name}/calls/{call_id}/replay")
+def start_replay(request: Request, name: str, call_id: str, form: Form) -> Response:
+    run, call = run_of(request, name), _find(request, name, call_id)[1]
+    target = targets(run.folder).get(form.pop("model", ""))
+    if target is None:
+        raise HTTPException(400, "model: choose one of the list; versions not kept are gone")
+    try:
+        how = Sampling.model_validate({key: text for key, text in form.items() if text})
+        _replayer(request).start(run.folder, call, target, how)
+    except ValidationError as error:
+        raise HTTPException(400, explain(error, Sampling)) from error
+    except ConfigError as error:
+        raise HTTPException(400, str(error)) from error
+    return RedirectResponse(request.url.path, 303)
+
+
+def _replayer(request: Request) -> Replayer:
+    return request.app.state.replayer
+
+
+for _place in ("runs", "served"):
+    router.include_router(_of_call, prefix=f"/{_place}/{{name}}/calls/{{call_id}}")

@@ -1,78 +1,60 @@
-"""One rollout: its trace on a time axis, its calls as conversations, its logs."""
+"""One rollout: its trace on a time axis, its calls as conversations, its output. And the rollouts
+of a group side by side."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, Response
 
+from agentrl.config.algorithm_options import table_of
 from agentrl.config.errors import ConfigError
-from agentrl.history.conversation import Message
+from agentrl.config.setting_names import recorded
+from agentrl.history.index import task_index
+from agentrl.history.rollout.conversation import Message, conversation
+from agentrl.history.rollout.tokens import shared_length
+from agentrl.history.rollout.trace import (
+    Node,
+    count_tokens,
+    earned_by_name,
+    log_end,
+    longest_calls,
+    read_trace,
+    verdict_of,
+)
+from agentrl.history.rollout.vocabulary import Vocabulary
 from agentrl.history.rollout_table import (
     Beside,
     Query,
+    Row,
     beside_in,
     beside_in_table,
     beside_in_task,
     members,
-    task_index,
 )
 from agentrl.history.sources import OpenRun
-from agentrl.history.trace import (
-    AttemptTrace,
-    Node,
-    attempt_traces,
-    attributes_of,
-    exceptions_of,
-    note_of,
-    verdict_of,
-)
-from agentrl.ui.pages.call import Chat, chat_of, conversation
+from agentrl.runs.token_records import read_call
+from agentrl.ui.pages.call import Chat, chat_of, shown_length
 from agentrl.ui.views import page, run_of
-from agentrl_tracer.schemas import Attempt, Call, Reward, Rollout, RolloutState, Span
-from agentrl_trainer.data.rewards import rollout_reward, winning_rewards
+from agentrl_tracer.schemas import Attempt, Call, Rollout, RolloutState
+from agentrl_trainer.data.advantages import ESTIMATORS, CreditSettings, Scaling, group_advantages
+from agentrl_trainer.data.rewards import rollout_reward
 
 router = APIRouter()
 _ROWS = 500
 """Rows of the trace that a page shows."""
-_CALLS, _CHARACTERS = 20, 200_000
+_CALLS, _CHARACTERS = 20, 100_000
 """Calls, and characters of their messages, that a page shows at once; the rest on demand."""
-_LOG_LINES, _LOG_BYTES, _LINE = 20, 64_000, 2_000
-
-
-@dataclass(frozen=True)
-class TraceRow:
-    """A record in the trace. ``x`` and ``width`` place its bar on an axis from 0 to 100."""
-
-    kind: str
-    depth: int
-    record: Any
-    seconds: float | None
-    x: float
-    width: float
-    attributes: Sequence[tuple[str, str]] = ()
-    note: tuple[str, str] | None = None
-    exceptions: Sequence[str] = ()
-    verdict: str | None = None
-
-
-@dataclass(frozen=True)
-class LogEnd:
-    """The last lines of an attempt's log; ``lines`` is None where the log is not here."""
-
-    attempt: Attempt
-    lines: list[str] | None
-    size: int
-    """In bytes, of the whole log."""
-    is_cut: bool
+_SIDE_BY_SIDE = 16
+_TOKENS = 160
+"""Tokens of a member that are shown from the first different one on."""
 
 
 @router.get("/runs/{name}/rollouts/{rollout_id}")
@@ -82,22 +64,18 @@ def rollout_page(
 ) -> Response:  # fmt: skip
     run = run_of(request, name)
     rollout = _rollout(run, rollout_id)
-    traces = attempt_traces(run.store, rollout, bodies=False)
-    rewards = [reward for trace in traces for reward in trace.rewards]
-    earned: dict[str, float] = {}
-    for reward in winning_rewards(rollout, rewards):
-        earned[reward.name] = earned.get(reward.name, 0.0) + reward.value
-    calls = [call for trace in traces for call in trace.calls]
-    rows, left_out, span_s = _rows(traces)
+    trace = read_trace(run.store, rollout, bodies=False)
+    rows, span_s = _rows(trace.roots)
     table = Query(where, search, sort, offset=at)
     return page(
-        request, "rollout.html", run=run.current(), rollout=rollout, traces=traces,
+        request, "rollout.html", run=run.current(), rollout=rollout,
         task=run.store.task(run.id, rollout.purpose, task_index(rollout)),
-        task_index=task_index(rollout), reward=rollout_reward(rollout, rewards), rewards=earned,
-        verdicts=Counter(verdict_of(call) or "no verdict yet" for call in calls),
-        tokens=[sum(counts) for counts in zip(*(one.tokens for one in traces), strict=True)],
-        rows=rows, more_rows=left_out, span_s=span_s, calls=_chats(run, calls),
-        logs=[_log_end(run, trace.attempt) for trace in traces], table=table,
+        task_index=task_index(rollout), reward=rollout_reward(rollout, trace.rewards),
+        rewards=earned_by_name(rollout, trace.rewards),
+        verdicts=Counter(verdict_of(call) or "no verdict yet" for call in trace.calls),
+        tokens=count_tokens(trace.calls), rows=rows[:_ROWS], more_rows=len(rows) - _ROWS,
+        span_s=span_s, calls=_chats(run, trace.calls),
+        logs=[(attempt, *_log_end(run, attempt)) for attempt in trace.attempts], table=table,
         beside=_beside(run, rollout, table),
         is_live=rollout.state in (RolloutState.QUEUED, RolloutState.RUNNING),
     )  # fmt: skip
@@ -107,12 +85,12 @@ def rollout_page(
 def log(request: Request, name: str, rollout_id: str, number: int) -> Response:
     """Send the output of an attempt as a file of text."""
     run = run_of(request, name)
-    attempts = run.store.attempts([_rollout(run, rollout_id).id])
-    paths = [_log_path(run, attempt) for attempt in attempts if attempt.number == number]
-    if not paths or paths[0] is None:
-        raise HTTPException(404, f"attempt {number} of {rollout_id} has no log here")
-    kind = "text/plain; charset=utf-8"
-    return FileResponse(paths[0], media_type=kind, filename=f"{rollout_id}-{number}.txt")
+    for attempt in run.store.attempts([_rollout(run, rollout_id).id]):
+        path = _log_path(run, attempt)
+        if attempt.number == number and path.is_file():
+            kind = "text/plain; charset=utf-8"
+            return FileResponse(path, media_type=kind, filename=f"{rollout_id}-{number}.txt")
+    raise HTTPException(404, f"attempt {number} of {rollout_id} has no log here")
 
 
 def _rollout(run: OpenRun, rollout_id: str) -> Rollout:
@@ -134,32 +112,18 @@ def _beside(run: OpenRun, rollout: Rollout, table: Query) -> list[Beside]:
     return [one for one in found if one and (one.before or one.after)]
 
 
-def _rows(traces: Sequence[AttemptTrace]) -> tuple[list[TraceRow], int, float]:
-    """Return the rows of the trace, how many are left out, and the seconds that its axis spans."""
-    nodes = [placed for trace in traces for placed in trace.tree.walk()]
-    times = [at for _, node in nodes for at in (node.start, node.end) if at is not None]
-    start, end = min(times, default=0.0), max(times, default=0.0)
-    scale = 100 / (end - start) if end > start else 0.0
-    rows = [_row(depth, node, start, end, scale) for depth, node in nodes[:_ROWS]]
-    return rows, len(nodes) - len(rows), end - start
-
-
-def _row(depth: int, node: Node, start: float, end: float, scale: float) -> TraceRow:
-    record = node.record
-    until = end if node.end is None else node.end
-    x, width = (node.start - start) * scale, max((until - node.start) * scale, 0.4)
-    kind = type(record).__name__.lower()
-    took = None if node.end is None or isinstance(record, Reward) else node.end - node.start
-    place = (min(depth, 12), record, took, round(min(x, 99.6), 2), round(width, 2))
-    match record:
-        case Span():
-            note = note_of(record)
-            parts = attributes_of(record), note, exceptions_of(record)
-            return TraceRow("note" if note else kind, *place, *parts)
-        case Call():
-            return TraceRow(kind, *place, verdict=verdict_of(record))
-        case _:
-            return TraceRow(kind, *place)
+def _rows(roots: Sequence[Node]) -> tuple[list[tuple[int, Node, float, float]], float]:
+    """Return the records top-down, each with its depth and the place and width of its bar on an
+    axis from 0 to 100, and the seconds that the axis spans."""
+    nodes = [placed for root in roots for placed in root.walk()]
+    start = min((node.start for _, node in nodes), default=0.0)
+    end = max((node.end or node.start for _, node in nodes), default=0.0)
+    scale = 100 / ((end - start) or 1)
+    rows = [
+        (depth, node, (node.start - start) * scale, ((node.end or end) - node.start) * scale)
+        for depth, node in nodes
+    ]
+    return rows, end - start
 
 
 def _chats(run: OpenRun, calls: Sequence[Call]) -> list[tuple[Call, Chat | None]]:
@@ -168,32 +132,96 @@ def _chats(run: OpenRun, calls: Sequence[Call]) -> list[tuple[Call, Chat | None]
     earlier: list[list[Message]] = []
     shown = 0
     for call in calls:
-        whole = None
-        if len(earlier) < _CALLS and shown < _CHARACTERS:
-            whole = run.store.call(call.id)
-        if whole is None:
-            found.append((call, None))
-            continue
-        chat = chat_of(whole, earlier)
-        earlier.append(conversation(whole))
-        shown += sum(said.length for said in chat.asked)
+        fits = len(earlier) < _CALLS and shown < _CHARACTERS
+        whole = run.store.call(call.id) if fits else None
+        chat = chat_of(whole, earlier) if whole else None
         found.append((call, chat))
+        if whole and chat:
+            earlier.append(conversation(whole))
+            shown += sum(map(shown_length, chat.asked))
     return found
 
 
-def _log_path(run: OpenRun, attempt: Attempt) -> Path | None:
+def _log_path(run: OpenRun, attempt: Attempt) -> Path:
     """Return where the run's folder has the log: it may have been moved since."""
-    path = run.folder.logs / Path(attempt.log).name if attempt.log else None
-    return path if path and path.is_file() else None
+    return run.folder.logs / Path(attempt.log or "none").name
 
 
-def _log_end(run: OpenRun, attempt: Attempt) -> LogEnd:
-    path = _log_path(run, attempt)
-    if path is None:
-        return LogEnd(attempt, None, 0, False)
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(size - _LOG_BYTES, 0))
-        lines = file.read().decode(errors="replace").splitlines()
-    is_cut = size > _LOG_BYTES or len(lines) > _LOG_LINES or any(len(x) > _LINE for x in lines)
-    return LogEnd(attempt, [line[:_LINE] for line in lines[-_LOG_LINES:]], size, is_cut)
+def _log_end(run: OpenRun, attempt: Attempt) -> tuple[list[str] | None, int]:
+    """Return the last lines of an attempt's log (None where it is not here), and its size."""
+    try:
+        return log_end(_log_path(run, attempt))
+    except OSError:
+        return None, 0
+
+
+# ---- a group
+
+
+@router.get("/runs/{name}/groups/{group_id:path}")
+def group_page(request: Request, name: str, group_id: str, at: int = 0) -> Response:
+    run = run_of(request, name)
+    rows = members(run.index, group_id)
+    if not rows:
+        raise HTTPException(404, f"{name} has no group {group_id!r}, or it is not indexed yet")
+    at = max(at, 0)
+    shown = rows[at : at + _SIDE_BY_SIDE]
+    computed = _advantages(run, rows)[at : at + _SIDE_BY_SIDE]
+    calls = longest_calls(run.store, run.id, [row["id"] for row in shown])
+    tokens = [call.prompt_ids + call.response_ids if call else [] for call in calls]
+    known = [ids for ids in tokens if ids]
+    shared = shared_length(known)
+    prompt = _shared_messages([conversation(call) for call in calls if call])
+    vocabulary: Vocabulary = request.app.state.vocabularies.of(run.row["config"])
+    return page(
+        request, "group.html", run=run.current(), group=group_id, rows=rows, at=at,
+        per_page=_SIDE_BY_SIDE, vocabulary=vocabulary, prompt=prompt, known=len(known),
+        rewards=sorted({name for row in rows for name in row["rewards"]} - {"reward"}),
+        shared=shared, shared_text=vocabulary.text(known[0][:shared]) if known else "",
+        members=list(zip(
+            shown, map(partial(_advantage, run), calls, computed),
+            [call and chat_of(call, [prompt]) for call in calls],
+            _parted([ids[shared : shared + _TOKENS] for ids in tokens], vocabulary), strict=True,
+        )),
+    )  # fmt: skip
+
+
+def _shared_messages(chats: Sequence[Sequence[Message]]) -> list[Message]:
+    """Return the messages at the start that all conversations have."""
+    alike = takewhile(lambda said: all(one == said[0] for one in said), zip(*chats, strict=False))
+    return [said[0] for said in alike]
+
+
+def _parted(tokens: Sequence[Sequence[int]], vocabulary: Vocabulary) -> list[tuple[str, ...]]:
+    """Return each member's text before its first token that no other member has there, that token,
+    and what follows."""
+    found: list[tuple[str, ...]] = []
+    for at, ids in enumerate(tokens):
+        others = [*tokens[:at], *tokens[at + 1 :]]
+        place = max((shared_length([ids, other]) for other in others), default=0)
+        pieces = ids[:place], ids[place : place + 1], ids[place + 1 :]
+        found.append(tuple(vocabulary.text(piece) for piece in pieces))
+    return found
+
+
+def _advantage(run: OpenRun, call: Call | None, computed: float | None) -> float | None:
+    """Return what was computed of the rewards, or else the mean over the call's trained tokens."""
+    seen = read_call(run.folder, call) if call and computed is None else None
+    return computed if seen is None else float(seen.advantage.mean())
+
+
+def _advantages(run: OpenRun, rows: Sequence[Row]) -> list[float | None]:
+    """Return what the group's rewards give; None where the estimator needs more than them."""
+    config = run.row["config"]
+    estimator = recorded(config, "algorithm.estimator", "grpo")
+    how = ESTIMATORS.get(estimator)
+    if how is None or how.whitens or rows[0]["purpose"] != "train":
+        return [None] * len(rows)
+    options = recorded(config, f"algorithm.{table_of(estimator)}", {})
+    settings = CreditSettings(
+        estimator=estimator,
+        normalize_std=options.get("normalize_std", False),
+        min_group=recorded(config, "rollouts.min_group", 2),
+        scaling=Scaling(options.get("std_ddof", 1), options.get("std_epsilon", 1e-6)),
+    )
+    return group_advantages([row["reward"] for row in rows], settings).advantages

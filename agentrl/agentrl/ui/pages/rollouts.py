@@ -7,19 +7,19 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from agentrl.config.errors import ConfigError
-from agentrl.history.conversation import Message, answered
+from agentrl.history.rollout.conversation import Message, answered
+from agentrl.history.rollout.trace import longest_calls
 from agentrl.history.rollout_table import NAMES, Page, Query, Row, find_rollouts, of_task
 from agentrl.history.sources import OpenRun
-from agentrl.ui.pages.group import longest_calls
 from agentrl.ui.views import page, run_of
 
 router = APIRouter()
 _PER_PAGE = 50
 _COLUMNS = {
     "step": "Step", "task": "Rollout", "status": "Status", "reward": "Reward",
-    "attempts": "Attempts", "calls": "Calls", "prompt_tokens": "Prompt tokens",
-    "tokens": "Sampled tokens", "seconds": "Took", "started_at": "Started", "agent": "Agent",
-    "error": "Error",
+    "feedback": "Feedback", "attempts": "Attempts", "calls": "Calls",
+    "prompt_tokens": "Prompt tokens", "tokens": "Sampled tokens", "seconds": "Took",
+    "started_at": "Started", "agent": "Agent", "error": "Error",
 }  # fmt: skip
 
 
@@ -34,7 +34,7 @@ def rollouts_page(
         found = find_rollouts(run.index, query)
     except ConfigError as error:
         found, fault = Page([], 0), str(error)
-    held, there = run.index.progress(run.store, run.id)
+    held, there = run.index.progress()
     return page(
         request, "rollouts.html", run=run.current(), columns=_columns(found), found=found,
         query=query, fault=fault, held=held, there=there, names=NAMES,
@@ -49,33 +49,27 @@ def task_page(request: Request, name: str, split: str, index: int, at: int = 0) 
     if task is None:
         raise HTTPException(404, f"{name} has no task {split} {index}")
     found = of_task(run.index, split, index, _PER_PAGE, max(at, 0))
-    last = of_task(run.index, split, index, 1, max(found.total - 1, 0)).rows
-    first = of_task(run.index, split, index, 1, 0).rows
     return page(
         request, "task.html", run=run.current(), split=split, index=index, task=task, found=found,
-        at=max(at, 0), per_page=_PER_PAGE, ends=first + last if found.total > 1 else [],
-        answers=_answers(run, [*first, *last, *found.rows]),
-        beside=[one for one in (index - 1, index + 1) if _is_task(run, split, one)],
+        at=max(at, 0), per_page=_PER_PAGE, answers=_answers(run, found.rows),
     )  # fmt: skip
 
 
 def _columns(found: Page) -> dict[str, str]:
     """Return the names of the columns; rewards besides the plain one follow their sum."""
-    rewards = sorted({name for row in found.rows for name in row.rewards} - {"reward"})
+    rewards = sorted({name for row in found.rows for name in row["rewards"]} - {"reward"})
     columns: dict[str, str] = {}
     for name, title in _COLUMNS.items():
-        columns[name] = title
+        if name != "feedback" or any(row["feedback"] for row in found.rows):
+            columns[name] = title
         if name == "reward":
             columns |= {f"rewards.{reward}": reward for reward in rewards}
     return columns
 
 
-def _is_task(run: OpenRun, split: str, index: int) -> bool:
-    return run.store.task(run.id, split, index) is not None
-
-
 def _answers(run: OpenRun, rows: list[Row]) -> dict[str, Message]:
     """Return the answer that ends each rollout's longest conversation, by rollout."""
-    calls = longest_calls(run, rows)
-    answers = ((row["id"], call and answered(call)) for row, call in zip(rows, calls, strict=True))
-    return {rollout: answer for rollout, answer in answers if answer}
+    calls = longest_calls(run.store, run.id, [row["id"] for row in rows])
+    found = zip(rows, calls, strict=True)
+    answers = {row["id"]: answered(call.response) for row, call in found if call}
+    return {rollout: answer for rollout, answer in answers.items() if answer}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from agentrl.sweep.record import read_record, sweeps_in
+from agentrl.sweep.study import read_results, sweeps_in
 from agentrl.ui.sweep_charts import sweep_charts
 from agentrl.ui.views import page, sources
 
@@ -15,13 +15,13 @@ router = APIRouter()
 @router.get("/sweeps")
 def sweeps_page(request: Request) -> Response:
     root = sources(request).root
-    return page(request, "sweeps.html", sweeps=[read_record(root, one) for one in sweeps_in(root)])
+    return page(request, "sweeps.html", sweeps=[read_results(root, one) for one in sweeps_in(root)])
 
 
 @router.get("/sweeps/{name}")
 def sweep_page(request: Request, name: str, seen: str = "") -> Response:
     """Show a sweep; with ``seen``, answer 204 as long as nothing is new since then."""
-    record = read_record(sources(request).root, name)
-    if seen == record.version:
+    found = read_results(sources(request).root, name)
+    if seen == found.version:
         return Response(status_code=204)
-    return page(request, "sweep.html", record=record, charts=sweep_charts(record), links=True)
+    return page(request, "sweep.html", found=found, charts=sweep_charts(found), links=True)

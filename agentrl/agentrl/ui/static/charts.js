@@ -19,6 +19,8 @@ const agentrlCharts = (() => {
     };
   }
 
+  const text = (cell) => cell?.text ?? cell; // of a cell with a link
+
   const onAxis = (unit) => (value) => figure(value, unit === "%" ? unit : ""); // other units are in the title
 
   function figure(value, unit) {
@@ -58,25 +60,36 @@ const agentrlCharts = (() => {
   const spreadText = (spread, unit) =>
     spread ? ` (${figure(spread[0], unit)} to ${figure(spread[1], unit)})` : "";
 
-  function band(one, color) { // low and high along a curve, as one polygon
-    const rows = one.points.map((point, at) => [point[0], ...(one.spread[at] || [])]).filter((row) => row.length > 1);
+  // The columns after the first, but for those of spreads: names, places in a row, rows with a spread.
+  function curves(chart) {
+    const place = (name) => chart.columns.indexOf(name);
+    return chart.columns.slice(1).filter((name) => !/, (low|high)$/.test(name)).map((name) => {
+      const [low, high] = [place(`${name}, low`), place(`${name}, high`)];
+      const spreadOf = (row) => low > 0 && row[low] !== null && row[high] !== null ? [row[low], row[high]] : null;
+      return { name, y: place(name), spreadOf, low, high };
+    });
+  }
+
+  function band(one, rows, color) { // low and high along a curve, as one polygon
     return {
-      type: "custom", name: one.name, data: rows, encode: { x: 0, y: [1, 2] }, silent: true, z: 1, clip: true,
+      type: "custom", name: one.name, encode: { x: 0, y: [one.low, one.high] }, silent: true, z: 1, clip: true,
       renderItem: (params, api) => params.dataIndex ? null : {
         type: "polygon", style: { fill: color, opacity: 0.16 },
-        shape: { points: [...rows.map((row) => api.coord([row[0], row[1]])), ...rows.map((row) => api.coord([row[0], row[2]])).reverse()] },
+        shape: { points: [...rows.map((row) => api.coord([row[0], row[one.low]])), ...rows.map((row) => api.coord([row[0], row[one.high]])).reverse()] },
       },
     };
   }
 
-  function errorBars(name, rows, color, horizontal = false, place = null) { // rows: [x, low, high]
+  function errorBars(one, color, horizontal = false, beside = null) {
     return {
-      type: "custom", name, data: rows, silent: true, z: 3,
-      encode: horizontal ? { y: 0, x: [1, 2] } : { x: 0, y: [1, 2] },
+      type: "custom", name: one.name, silent: true, z: 3,
+      encode: horizontal ? { y: 0, x: [one.low, one.high] } : { x: 0, y: [one.low, one.high] },
       renderItem: (params, api) => {
+        const ends = [api.value(one.low), api.value(one.high)];
+        if (ends.some(Number.isNaN)) return null;
         const at = (value) => api.coord(horizontal ? [value, api.value(0)] : [api.value(0), value]);
-        const shift = place ? api.barLayout({ count: place.count, barMaxWidth: 36 })[place.at].offsetCenter : 0;
-        const [a, b] = [at(api.value(1)), at(api.value(2))];
+        const shift = beside ? api.barLayout({ count: beside.count, barMaxWidth: 36 })[beside.at].offsetCenter : 0;
+        const [a, b] = ends.map(at);
         const stroke = { stroke: color, lineWidth: 1.5, fill: null };
         const line = (x1, y1, x2, y2) => ({
           type: "line", style: stroke,
@@ -88,106 +101,94 @@ const agentrlCharts = (() => {
     };
   }
 
+  // A tooltip's lines: the first cell of a row, then each curve's value in it.
+  const rowText = (chart, shown, row, first) => [first, ...shown.filter((one) => row[one.y] !== null)
+    .map((one) => `${one.name}: ${figure(row[one.y], chart.unit)}${spreadText(one.spreadOf(row), chart.unit)}`)].join("\n");
+
   const kinds = {
     lines(chart, theme) {
-      const series = [];
-      chart.series.forEach((one, at) => {
+      const shown = curves(chart), series = [];
+      shown.forEach((one, at) => {
         const color = theme.colors[at % theme.colors.length];
-        const alone = one.style === "dots";
-        const symbols = alone || one.style === "marked" || one.points.length === 1;
+        const alone = (chart.dots || []).includes(one.name);
+        const symbols = alone || chart.style === "marked" || chart.rows.filter((row) => row[one.y] !== null).length === 1;
         series.push({
-          type: "line", name: one.name, data: one.points, color, showSymbol: symbols, symbol: "circle",
-          symbolSize: alone ? 7 : 6, connectNulls: true, z: 2,
-          lineStyle: { width: alone ? 0 : 1.8, type: one.style === "dashed" ? "dashed" : "solid" },
+          type: "line", name: one.name, encode: { x: 0, y: one.y }, color, showSymbol: symbols, symbol: "circle",
+          symbolSize: alone ? 7 : 6, connectNulls: true, z: 2, lineStyle: { width: alone ? 0 : 1.8 },
         });
-        if (!one.spread) return;
-        const rows = one.points.map((point, i) => [point[0], ...(one.spread[i] || [])]).filter((row) => row.length > 1);
-        series.push(symbols ? errorBars(one.name, rows, color) : band(one, color));
+        const rows = chart.rows.filter(one.spreadOf);
+        if (rows.length) series.push(symbols ? errorBars(one, color) : band(one, rows, color));
       });
-      const spreads = Object.fromEntries(chart.series.map((one) =>
-        [one.name, new Map(one.points.map((point, at) => [point[0], one.spread && one.spread[at]]))]));
-      const names = chart.series.map((one) => one.name);
       const base = common(theme);
       return {
-        ...base, legend: legend(theme, names), series,
-        grid: { left: 12, right: 16, top: chart.y ? 48 : 34, bottom: 28, containLabel: true },
-        xAxis: axis(theme, { type: "value", name: chart.x, minInterval: 1, min: "dataMin", max: "dataMax", splitLine: { show: false } }),
+        ...base, legend: legend(theme, shown.map((one) => one.name)), series,
+        dataset: { source: chart.rows, sourceHeader: false },
+        grid: { left: 12, right: 16, top: 34, bottom: 28, containLabel: true },
+        xAxis: axis(theme, { type: "value", name: chart.columns[0], minInterval: 1, min: "dataMin", max: "dataMax", splitLine: { show: false } }),
         yAxis: axis(theme, {
-          type: chart.log ? "log" : "value", name: chart.y, nameLocation: "end", nameGap: 8, scale: true, show: true,
-          axisLabel: { color: theme.faint, formatter: onAxis(chart.unit) },
+          type: chart.log ? "log" : "value", scale: true, axisLabel: { color: theme.faint, formatter: onAxis(chart.unit) },
         }),
         tooltip: {
           ...base.tooltip, trigger: "axis",
-          formatter: (params) => {
-            const seen = params.filter((one) => one.seriesType === "line");
-            if (!seen.length) return "";
-            const x = seen[0].value[0];
-            return [`${chart.x} ${figure(x, "")}`, ...seen.map((one) =>
-              `${one.seriesName}: ${figure(one.value[1], chart.unit)}${spreadText(spreads[one.seriesName].get(one.value[0]), chart.unit)}`)].join("\n");
-          },
+          formatter: ([one]) => one ? rowText(chart, shown, one.value, `${chart.columns[0]} ${figure(one.value[0], "")}`) : "",
         },
       };
     },
 
     bars(chart, theme) {
-      const count = chart.stacked ? 1 : chart.series.length;
-      const series = chart.series.map((one) => ({
-        type: "bar", name: one.name, data: one.values, stack: chart.stacked ? "all" : undefined, barMaxWidth: 36,
-        cursor: chart.hrefs.length ? "pointer" : "default",
+      const shown = curves(chart), across = chart.horizontal, base = common(theme);
+      const bars = shown.map((one) => ({
+        type: "bar", name: one.name, barMaxWidth: 36, encode: across ? { y: 0, x: one.y } : { x: 0, y: one.y },
       }));
-      chart.series.forEach((one, at) => {
-        const rows = (one.spread || []).map((pair, i) => pair && [i, ...pair]).filter(Boolean);
-        if (rows.length) series.push(errorBars(one.name, rows, theme.ink, chart.horizontal, { count, at }));
-      });
-      const names = axis(theme, { type: "category", data: chart.names, inverse: chart.horizontal, splitLine: { show: false },
-        axisLabel: { color: theme.faint, overflow: "truncate", interval: chart.horizontal || chart.names.length < 8 ? 0 : "auto",
-          width: chart.horizontal ? (theme.narrow ? 100 : 190) : Math.max(40, (theme.narrow ? 280 : 480) / chart.names.length) } });
+      const spreads = shown.filter((one) => one.low > 0)
+        .map((one, at) => errorBars(one, theme.ink, across, { count: shown.length, at }));
+      const names = axis(theme, { type: "category", inverse: across, splitLine: { show: false },
+        axisLabel: { color: theme.faint, overflow: "truncate", interval: across || chart.rows.length < 8 ? 0 : "auto",
+          width: across ? (theme.narrow ? 100 : 190) : Math.max(40, (theme.narrow ? 280 : 480) / chart.rows.length) } });
       const values = axis(theme, { type: "value", axisLabel: { color: theme.faint, hideOverlap: true, formatter: onAxis(chart.unit) } });
-      const base = common(theme);
       return {
-        ...base, legend: { ...legend(theme, chart.series.map((one) => one.name)), show: chart.series.length > 1 }, series,
-        grid: { left: 12, right: 16, top: chart.series.length > 1 ? 34 : 14, bottom: 10, containLabel: true },
-        xAxis: chart.horizontal ? values : names, yAxis: chart.horizontal ? names : values,
+        ...base, legend: { ...legend(theme, shown.map((one) => one.name)), show: shown.length > 1 }, series: [...bars, ...spreads],
+        dataset: { source: chart.rows, sourceHeader: false },
+        grid: { left: 12, right: 16, top: shown.length > 1 ? 34 : 14, bottom: 10, containLabel: true },
+        xAxis: across ? values : names, yAxis: across ? names : values,
         tooltip: {
           ...base.tooltip, trigger: "axis", axisPointer: { type: "shadow" },
-          formatter: (params) => {
-            const seen = params.filter((one) => one.seriesType === "bar");
-            return [chart.names[seen[0].dataIndex], ...seen.map((one) =>
-              `${one.seriesName}: ${figure(one.value, chart.unit)}${spreadText((chart.series[one.seriesIndex].spread || [])[one.dataIndex], chart.unit)}`)].join("\n");
-          },
+          formatter: ([one]) => rowText(chart, shown, one.value, one.value[0]),
         },
       };
     },
 
     flow(chart, theme) {
-      const base = common(theme);
+      const base = common(theme), narrow = theme.narrow;
+      const links = chart.rows.filter(([, , amount]) => amount).map(([from, to, value]) => ({ source: text(from), target: text(to), value }));
+      const nodes = [...new Set(chart.rows.flatMap(([from, to]) => [text(from), text(to)]))];
       return {
         ...base,
         tooltip: { ...base.tooltip, formatter: (one) => one.dataType === "edge"
           ? `${one.data.source} → ${one.data.target}: ${figure(one.value, chart.unit)}` : `${one.name}: ${figure(one.value, chart.unit)}` },
         series: [{
-          type: "sankey", left: 4, right: theme.narrow ? 120 : 190, top: 10, bottom: 10, nodeWidth: 14, nodeGap: 12, draggable: false,
-          layoutIterations: 0, nodeAlign: "left",
-          data: chart.nodes.map((node, at) => ({ name: node.name, href: node.href, itemStyle: { color: theme.colors[at % theme.colors.length] } })),
-          links: chart.links, lineStyle: { color: "target", opacity: 0.3, curveness: 0.5 }, emphasis: { focus: "adjacency" },
-          label: { color: theme.ink, textBorderWidth: 0, formatter: (one) => `${one.name}  ${figure(one.value, "")}`, width: theme.narrow ? 110 : 180, overflow: "break" },
+          type: "sankey", left: 4, right: narrow ? 120 : 190, top: 10, bottom: 10, nodeWidth: 14, nodeGap: 12, draggable: false,
+          layoutIterations: 0, nodeAlign: "left", links,
+          data: nodes.map((name, at) => ({ name, itemStyle: { color: theme.colors[at % theme.colors.length] } })),
+          lineStyle: { color: "target", opacity: 0.3, curveness: 0.5 }, emphasis: { focus: "adjacency" },
+          label: { color: theme.ink, textBorderWidth: 0, formatter: (one) => `${one.name}  ${figure(one.value, "")}`, width: narrow ? 110 : 180, overflow: "break" },
         }],
       };
     },
 
     timeline(chart, theme) {
-      const base = common(theme);
+      const base = common(theme), lanes = [...new Set(chart.rows.map(([lane]) => lane))];
       return {
         ...base, grid: { left: 12, right: 16, top: 8, bottom: 28, containLabel: true },
-        xAxis: axis(theme, { type: "value", name: "seconds", min: 0, max: Math.ceil(Math.max(...chart.spans.map((span) => span[2]))) }),
-        yAxis: axis(theme, { type: "category", data: chart.lanes, inverse: true, splitLine: { show: false } }),
+        xAxis: axis(theme, { type: "value", name: "seconds", min: 0, max: Math.ceil(Math.max(...chart.rows.map((row) => row[2] + row[3]))) }),
+        yAxis: axis(theme, { type: "category", data: lanes, inverse: true, splitLine: { show: false } }),
         tooltip: { ...base.tooltip, formatter: (one) => {
-          const [lane, start, end, label] = chart.spans[one.dataIndex];
-          return `${lane}${label ? ` · ${label}` : ""}\n${figure(end - start, "s")}, from ${figure(start, "s")}`;
+          const [lane, label, start, took] = chart.rows[one.dataIndex];
+          return `${lane} · ${label}\n${figure(took, "s")}, from ${figure(start, "s")}`;
         } },
         series: [{
           type: "custom", clip: true, encode: { x: [1, 2], y: 0 },
-          data: chart.spans.map(([lane, start, end]) => [chart.lanes.indexOf(lane), start, end]),
+          data: chart.rows.map(([lane, , start, took]) => [lanes.indexOf(lane), start, start + took]),
           renderItem: (params, api) => {
             const [x1, y] = api.coord([api.value(1), api.value(0)]);
             const [x2] = api.coord([api.value(2), api.value(0)]);
@@ -256,25 +257,28 @@ const agentrlCharts = (() => {
     const { data, chart } = known;
     if (data.kind !== "lines" || !data.href || !chart.containPixel("grid", [event.offsetX, event.offsetY])) return;
     const x = chart.convertFromPixel({ xAxisIndex: 0 }, event.offsetX);
-    const all = data.series.flatMap((one) => one.points.map((point) => point[0]));
-    const nearest = all.reduce((best, one) => Math.abs(one - x) < Math.abs(best - x) ? one : best, all[0]);
+    const nearest = data.rows.map((row) => row[0]).reduce((best, one) => Math.abs(one - x) < Math.abs(best - x) ? one : best);
     location.assign(data.href.replace("{x}", nearest));
   }
 
-  function follow(data, event) {
-    const target = event.dataType === "edge" ? data.nodes.find((node) => node.name === event.data.target) : event.data;
-    const href = data.kind === "bars" ? data.hrefs[event.dataIndex] : data.kind === "flow" && target && target.href;
-    if (href) location.assign(href);
+  function follow(data, event) { // a node of a flow, or a link to it
+    const name = event.dataType === "edge" ? event.data.target : event.name;
+    const cell = data.kind === "flow" && data.rows.flat().find((one) => one.href && one.text === name);
+    if (cell) location.assign(cell.href);
   }
 
   function step(known, event) {
     const moves = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 };
-    if (event.key === "Escape") known.chart.dispatchAction({ type: "hideTip" });
+    const { chart, data } = known;
+    if (event.key === "Escape") chart.dispatchAction({ type: "hideTip" });
     if (!(event.key in moves)) return;
     event.preventDefault();
-    const many = known.chart.getOption().series[0].data.length;
+    const many = chart.getModel().getSeriesByIndex(0).getData().count();
     known.at = Math.min(Math.max(known.at + moves[event.key], 0), many - 1);
-    known.chart.dispatchAction({ type: "showTip", seriesIndex: 0, dataIndex: known.at });
+    const place = data.kind === "lines" // the first curve may have no value there
+      ? { x: chart.convertToPixel({ xAxisIndex: 0 }, data.rows[known.at][0]), y: chart.getHeight() / 2 }
+      : { seriesIndex: 0, dataIndex: known.at };
+    chart.dispatchAction({ type: "showTip", ...place });
   }
 
   function save(data, kind, canvas) {

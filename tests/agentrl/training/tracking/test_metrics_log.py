@@ -8,19 +8,21 @@ What they are told is tested without them too.
 
 from __future__ import annotations
 
+import html
 import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from string import ascii_letters, digits
 from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from peer import python_with
-from settings import nested
 from store_records import claimed, enqueue, record_answer
 
 from agentrl.config.commands import TrainConfig
@@ -38,8 +40,7 @@ ROWS = [
     {"step": 2, "reward/mean": 0.75},
 ]
 HOSTILE = "8 | <script>alert(1)</script>\n![](http://x/y) `k`"
-EMPTY = Mock(**{"rollouts.return_value": [], "calls.return_value": [], "rewards.return_value": []})
-"""A store without rollouts."""
+Tell = Callable[..., list[str]]
 
 
 @pytest.fixture
@@ -59,33 +60,31 @@ def run_id(store: Store) -> str:
     return made
 
 
-def log_of(
-    folder: RunFolder, *trackers: str, store: Any = None, note: Any = print, run_id: str = "run",
-    **settings: Any,
-) -> MetricsLog:  # fmt: skip
-    config = TrainConfig(**nested(agent="x:y", tasks="t", seed=3, trackers=list(trackers)))
-    config.run = config.run.model_copy(update=settings)
-    return MetricsLog(config, folder, store or EMPTY, run_id, note)
+@pytest.fixture
+def tell(folder: RunFolder, store: Store, run_id: str) -> Tell:
+    """Logs rows after a resume at step ``after``; returns the notes."""
 
+    def tell(
+        tracker: str | None, rows: Sequence[dict[str, Any]], after: int = 0, row: Any = None
+    ) -> list[str]:
+        run = {"seed": 3, "group": "sweep-1", "trackers": [tracker] if tracker else []}
+        agent, notes = {"entrypoint": "x:y", "tasks": "t"}, list[str]()
+        config = TrainConfig.model_validate({"agent": agent, "run": run})
+        log = MetricsLog(config, folder, store, run_id, notes.append)
+        log.go_back(after, row)
+        for one in rows:
+            log.log(one["step"], one)
+        draw_learning_curve(list(rows), "hello", folder.picture)
+        log.show_picture(rows[-1]["step"] if rows else after)
+        log.close()
+        return notes
 
-def told(
-    folder: RunFolder, rows: list[dict[str, Any]], name: str, after: int = 0, **how: Any
-) -> list[str]:
-    """Log ``rows`` after a resume at step ``after``; return the notes."""
-    notes: list[str] = []
-    log = log_of(folder, name, note=notes.append, **how)
-    log.go_back(after, None)
-    for row in rows:
-        log.log(row["step"], row)
-    draw_learning_curve(rows, "hello", folder.picture)
-    log.show_picture(rows[-1]["step"] if rows else after)
-    log.close()
-    return notes
+    return tell
 
 
 @pytest.mark.parametrize("logged", [True, False])
 def test_the_checkpoints_row_stands_in_where_none_was_logged(
-    folder: RunFolder, store: Store, logged: bool
+    folder: RunFolder, store: Store, run_id: str, tell: Tell, logged: bool
 ) -> None:
     """A row without a mean reward counts, too."""
     row: dict[str, Any] = {"step": 2, "reward/mean": None, "loss": 0.5}
@@ -93,57 +92,45 @@ def test_the_checkpoints_row_stands_in_where_none_was_logged(
     rows = [earlier, *([row | {"seconds/publish": 1.0}] if logged else []), evaluated]
     for one in [*rows, {"step": 3, "reward/mean": 0.0}]:
         folder.append_metrics(one)  # the process died before the store had them
-    log = log_of(folder, store=store)
-    log.go_back(2, row)
+    tell(None, [], after=2, row=row)
     assert folder.read_metrics() == [*rows, *([] if logged else [row])]
-    assert log.held_out() == {2: 1.0}
     expected = {"eval/accuracy": 1.0, "loss": 0.5} | ({"seconds/publish": 1.0} if logged else {})
-    assert {n: v for n, v in store.metrics("run")[2].items() if n != "step"} == expected
-    assert 3 not in store.metrics("run")
+    assert {n: v for n, v in store.metrics(run_id)[2].items() if n != "step"} == expected
+    assert 3 not in store.metrics(run_id)
 
 
-def test_tensorboard_draws_no_step_of_a_resumed_run_twice(folder: RunFolder) -> None:
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-
-    def drawn() -> dict[str, list[tuple[int, float]]]:
-        events = accumulator.EventAccumulator(str(folder.root / "tensorboard"))
-        events.Reload()
-        names = events.Tags()["scalars"]
-        return {name: [(e.step, e.value) for e in events.Scalars(name)] for name in names}
-
-    before = [*ROWS, {"step": 3, "reward/mean": 1.0}, {"step": 4, "reward/mean": 0.0}]
-    assert told(folder, before, "tensorboard") == []
-    assert drawn()["reward/mean"] == [(1, 0.5), (2, 0.75), (3, 1.0), (4, 0.0)]
-    # Killed in step 5, resumed from the checkpoint of step 2: 3 and 4 happen again, differently.
-    again = [{"step": 3, "reward/mean": 0.25}, {"step": 4, "reward/mean": 0.125}]
-    told(folder, again, "tensorboard", after=2)
-    rewards = [(1, 0.5), (2, 0.75), (3, 0.25), (4, 0.125)]
-    assert drawn() == {"reward/mean": rewards, "eval/accuracy": [(1, 0.25)]}
-    # And once more, before anything of step 5 was logged: nothing is lost.
-    told(folder, [], "tensorboard", after=4)
-    assert drawn()["reward/mean"] == rewards
-
-
-def test_tensorboard_shows_rollouts_as_plain_text_and_the_curve_in_the_groups_folder(
-    folder: RunFolder, store: Store, run_id: str
+def test_tensorboard_draws_no_step_of_a_resumed_run_twice_and_shows_rollouts_as_plain_text(
+    folder: RunFolder, tell: Tell
 ) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    how = {"store": store, "run_id": run_id, "group": "sweep-1"}
-    assert told(folder, ROWS, "tensorboard", **how) == []
-    # Killed after the evaluation and resumed: what it has dropped of step 1 is told again.
-    assert told(folder, [], "tensorboard", after=1, **how) == []
-    events = accumulator.EventAccumulator(str(folder.root / "tensorboard/sweep-1"))
-    events.Reload()
-    *_, table = events.Tensors("samples/text_summary")  # this reader keeps what was dropped
-    text = table.tensor_proto.string_val[0].decode()
-    head, _, evaluated, trained = text.splitlines()
+
+    def events() -> Any:
+        made = accumulator.EventAccumulator(str(folder.root / "tensorboard/sweep-1"))
+        return made.Reload()
+
+    def rewards() -> list[tuple[int, float]]:
+        return [(one.step, one.value) for one in events().Scalars("reward/mean")]
+
+    before = [*ROWS, {"step": 3, "reward/mean": 1.0}, {"step": 4, "reward/mean": 0.0}]
+    assert tell("tensorboard", before) == []
+    assert rewards() == [(1, 0.5), (2, 0.75), (3, 1.0), (4, 0.0)]
+    # Killed in step 5, resumed from the checkpoint of step 2: 3 and 4 happen again, differently.
+    again = [{"step": 3, "reward/mean": 0.25}, {"step": 4, "reward/mean": 0.125}]
+    tell("tensorboard", again, after=2)
+    assert rewards() == [(1, 0.5), (2, 0.75), (3, 0.25), (4, 0.125)]
+    # And once more, before anything of step 2 was logged: nothing of step 1 is lost.
+    tell("tensorboard", [], after=1)
+    assert rewards() == [(1, 0.5)]
+    assert [(one.step, one.value) for one in events().Scalars("eval/accuracy")] == [(1, 0.25)]
+    assert [one.step for one in events().Images("learning_curve")] == [1]
+    *_, table = events().Tensors("samples/text_summary")  # this reader keeps what was dropped
+    head, _, evaluated, trained = table.tensor_proto.string_val[0].decode().splitlines()
     assert table.step == 1
     assert head == "| rollout | purpose | task | reward | advantage | messages |"
-    assert evaluated.endswith("| eval | 0 | 1 |  | user&#58; Say 8.<br>assistant&#58; 8 "
-        "&#124; &lt;script&gt;alert&#40;1&#41;&lt;/script&gt;<br>&#33;&#91;&#93;&#40;http&#58;//x/y"
-        "&#41; &#96;k&#96; |")  # fmt: skip
-    assert trained.endswith("| train | 0 | -1 |  | user&#58; Say 7.<br>assistant&#58; No. |")
-    assert [one.step for one in events.Images("learning_curve")] == [1]
+    assert set(re.sub("&#[0-9]+;|<br>", "", evaluated)) <= {*ascii_letters, *digits, *" |"}
+    said = "user: Say 8.<br>assistant: " + HOSTILE.replace("\n", "<br>")
+    assert html.unescape(evaluated).endswith(f"| eval | 0 | 1 |  | {said} |")
+    assert "| train | 0 | -1 |  | user: Say 7.<br>assistant: No. |" in html.unescape(trained)
 
 
 def test_samples_are_few_and_short_with_the_advantage_that_trained_or_why_a_rollout_failed(
@@ -168,62 +155,41 @@ def test_samples_are_few_and_short_with_the_advantage_that_trained_or_why_a_roll
     assert (failed["reward"], failed["messages"]) == (None, "timeout")
 
 
-def test_a_tracker_that_fails_ends_no_run(folder: RunFolder) -> None:
+def test_a_tracker_that_fails_ends_no_run(folder: RunFolder, tell: Tell) -> None:
     pytest.importorskip("tensorboard")
     (folder.root / "tensorboard").write_text("a file where its folder should be")
-    [note] = told(folder, ROWS, "tensorboard")
+    [note] = tell("tensorboard", ROWS)
     assert note.startswith("tracker tensorboard was given up")
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio", "mlflow"])
 def test_a_tracker_that_is_not_installed_is_refused(
-    name: str, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+    name: str, tell: Tell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ConfigError, match=f"pip install {name}"):
-        log_of(folder, name)
+    with pytest.raises(ConfigError, match=rf"pip install .*\[{name}\]"):
+        tell(name, [])
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_what_a_tracker_is_told(
-    name: str, folder: RunFolder, store: Store, run_id: str, monkeypatch: pytest.MonkeyPatch
+def test_a_resumed_run_tells_only_what_is_new(
+    name: str, folder: RunFolder, tell: Tell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = Mock()
-    module.Table = dict
-    module.Image = Path
+    module = Mock(Table=dict, Image=Path)
     monkeypatch.setitem(sys.modules, name, module)
-    how = {"store": store, "run_id": run_id, "group": "sweep-1"}
-    assert told(folder, ROWS, name, **how) == []
-    given = module.init.call_args.kwargs
-    own = {"id": "00001876543210fedcba9876", "dir": str(folder.root)}
-    expected = own if name == "wandb" else {"name": "hello-dcba9876"}
-    expected |= {"project": "agentrl", "group": "sweep-1", "resume": "allow"}
-    assert given.items() >= expected.items()
-    assert given["config"]["run"]["seed"] == 3
-    assert "store" not in given["config"]["run"]
-    assert module.init.return_value.finish.call_count == 1
-
+    assert tell(name, ROWS) == []
     # Resumed from step 1: what it was told of step 2 stays, whatever step 2 is now.
     again = [{"step": 2, "reward/mean": 0.7}, {"step": 2, "loss": 1.0}, {"step": 3, "loss": 2.0}]
-    told(folder, again, name, after=1, **how)
+    tell(name, again, after=1)
     calls = module.init.return_value.log.call_args_list
     logged = [(call.kwargs["step"], *call.args) for call in calls]
-    samples = logged[1][1].pop("samples")
-    assert samples["columns"][1:] == ["purpose", "task", "reward", "advantage", "messages"]
-    assert [row[1:5] for row in samples["data"]] == [
-        ["eval", "0", 1.0, None],
-        ["train", "0", -1.0, None],
-    ]
+    rows = [row[1:5] for row in logged[1][1].pop("samples")["data"]]
+    assert rows == [["eval", "0", 1.0, None], ["train", "0", -1.0, None]]
     picture = {"learning_curve": folder.picture}
-    assert logged == [
-        (1, {"reward/mean": 0.5}),
-        (1, {"eval/accuracy": 0.25}),
-        (2, {"reward/mean": 0.75}),
-        (2, picture),
-        (2, {"loss": 1.0}),
-        (3, {"loss": 2.0}),
-        (3, picture),
-    ]
+    first = [(1, {"reward/mean": 0.5}), (1, {"eval/accuracy": 0.25}), (2, {"reward/mean": 0.75})]
+    assert logged == [*first, (2, picture), (2, {"loss": 1.0}), (3, {"loss": 2.0}), (3, picture)]
+    assert "store" not in module.init.call_args.kwargs["config"]["run"]
+    assert module.init.return_value.finish.call_count == 2
 
 
 SCRIPT = """
@@ -243,15 +209,20 @@ rows = json.loads(rows)
 for row in rows:
     log.log(row["step"], row)
 log.show_picture(rows[-1]["step"])
-log.close()
+log.close(killed=True)
 """
 READ_TRACKIO = """
 import json
 from trackio.sqlite_storage import SQLiteStorage
 
 [run] = SQLiteStorage.get_runs("agentrl")
-rows = SQLiteStorage.get_logs("agentrl", run)
-print(json.dumps([run, rows, SQLiteStorage.get_run_config("agentrl", run)]))
+rows, config = SQLiteStorage.get_logs("agentrl", run), SQLiteStorage.get_run_config("agentrl", run)
+history = {name: [[row["step"], row[name]] for row in rows if name in row]
+           for name in ("eval/accuracy", "loss", "reward/mean")}
+[table] = [row["samples"]["_value"] for row in rows if "samples" in row]
+pictures = [row["step"] for row in rows if "learning_curve" in row]
+print(json.dumps([history, config["run"]["seed"], [run, config["_Group"], pictures],
+                  [[row["reward"], row["messages"]] for row in table]]))
 """
 READ_MLFLOW = """
 import json
@@ -264,8 +235,15 @@ history = {name: [[one.step, one.value] for one in client.get_metric_history(id,
            for name in sorted(run.data.metrics)}
 table = json.loads(open(client.download_artifacts(id, at)).read())
 files = [one.path for one in client.list_artifacts(id)]
-print(json.dumps([run.info.status, run.data.params, history, table, files]))
+print(json.dumps([history, int(run.data.params["run.seed"]), [run.info.status, *files],
+                  [[row[3], row[5]] for row in table["data"]]]))
 """
+LATER = [{"step": 2, "loss": 0.25}, {"step": 3, "loss": 0.125}]
+"""What a run logs that is resumed after step 1, and had come to step 2."""
+TABLE = [
+    [1.0, f"user: Say 8.\nassistant: {HOSTILE}"],
+    [-1.0, "user: Say 7.\nassistant: No."],
+]
 
 
 @pytest.fixture
@@ -293,54 +271,33 @@ def other_python(
     return run
 
 
-LATER = [{"step": 2, "loss": 0.25}, {"step": 3, "loss": 0.125}]
-"""What a run logs that is resumed after step 1, and had come to step 2."""
-
-
 @pytest.mark.trackers
-def test_trackio_for_real(other_python: Callable[..., str]) -> None:
-    rows = [*ROWS[1:], {"step": 2, "loss": 0.5}]
-    other_python("trackio", SCRIPT, 0, json.dumps(rows))
-    other_python("trackio", SCRIPT, 1, json.dumps(LATER))
-    name, found, config = json.loads(other_python("trackio", READ_TRACKIO))
-    assert name == "hello-dcba9876"  # one run, continued
-    assert config["run"]["seed"] == 3
-    assert config["_Group"] == "sweep-1"
-    logged = [{k: v for k, v in row.items() if k != "timestamp"} for row in found]
-    table = logged[0].pop("samples")
-    assert [row["reward"] for row in table["_value"]] == [1.0, -1.0]
-    assert table["_value"][0]["messages"] == f"user: Say 8.\nassistant: {HOSTILE}"
-    pictures = [row for row in logged if "learning_curve" in row]
-    assert [row["step"] for row in pictures] == [2, 3]
-    assert [row for row in logged if row not in pictures] == [*rows, {"step": 3, "loss": 0.125}]
-
-
-@pytest.mark.trackers
-def test_wandb_for_real_offline(other_python: Callable[..., str], folder: RunFolder) -> None:
-    rows = [*ROWS[1:], {"step": 3, "loss": 0.5}]
-    other_python("wandb", SCRIPT, 0, json.dumps(rows))
-    [file] = folder.root.glob("wandb/offline-run-*/*.wandb")
-    for one in (b"00001876543210fedcba9876", b"eval/accuracy", b"loss", b"0.75", b"sweep-1"):
-        assert one in file.read_bytes()
-    [table] = folder.root.glob("wandb/offline-run-*/files/media/table/samples_*.table.json")
-    rows = json.loads(table.read_text())["data"]
-    assert [row[3] for row in rows] == [1.0, -1.0]
-    assert rows[0][5] == f"user: Say 8.\nassistant: {HOSTILE}"
-    assert [*folder.root.glob("wandb/offline-run-*/files/media/images/learning_curve_*.png")]
-
-
-@pytest.mark.trackers
-def test_mlflow_for_real(other_python: Callable[..., str]) -> None:
-    rows = [*ROWS[1:], {"step": 2, "loss": 0.5}]
-    other_python("mlflow", SCRIPT, 0, json.dumps(rows))
-    other_python("mlflow", SCRIPT, 1, json.dumps(LATER))
-    status, given, history, table, files = json.loads(other_python("mlflow", READ_MLFLOW))
-    assert (status, given["run.seed"], "run.store" in given) == ("FINISHED", "3", False)
-    assert history == {
+@pytest.mark.parametrize(
+    ("name", "script", "own"),
+    [
+        ("trackio", READ_TRACKIO, ["hello-dcba9876", "sweep-1", [2, 3]]),
+        ("mlflow", READ_MLFLOW, ["KILLED", "learning_curve.png", "samples"]),
+    ],
+)
+def test_a_run_that_is_resumed_is_one_run_for_real(
+    other_python: Callable[..., str], name: str, script: str, own: list[Any]
+) -> None:
+    other_python(name, SCRIPT, 0, json.dumps([*ROWS[1:], {"step": 2, "loss": 0.5}]))
+    other_python(name, SCRIPT, 1, json.dumps(LATER))
+    history = {
         "eval/accuracy": [[1, 0.25]],
         "loss": [[2, 0.5], [3, 0.125]],
         "reward/mean": [[2, 0.75]],
     }
-    assert table["columns"][-1] == "messages"
-    assert [row[3] for row in table["data"]] == [1.0, -1.0]
-    assert "learning_curve.png" in files
+    assert json.loads(other_python(name, script)) == [history, 3, own, TABLE]
+
+
+@pytest.mark.trackers
+def test_wandb_for_real_offline(other_python: Callable[..., str], folder: RunFolder) -> None:
+    other_python("wandb", SCRIPT, 0, json.dumps([*ROWS[1:], {"step": 3, "loss": 0.5}]))
+    [file] = folder.root.glob("wandb/offline-run-*/*.wandb")
+    for one in (b"00001876543210fedcba9876", b"eval/accuracy", b"loss", b"0.75", b"sweep-1"):
+        assert one in file.read_bytes()
+    [table] = folder.root.glob("wandb/offline-run-*/files/media/table/samples_*.table.json")
+    assert [[row[3], row[5]] for row in json.loads(table.read_text())["data"]] == TABLE
+    assert [*folder.root.glob("wandb/offline-run-*/files/media/images/learning_curve_*.png")]

@@ -6,9 +6,10 @@ load as for training, which takes seconds. Either happens in a thread of its own
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +20,25 @@ from agentrl_tracer.schemas import Json
 from agentrl_trainer import tiny
 from agentrl_trainer.names import SMOLLM2, TINY_MODEL, smollm2_folder
 
-LINE_END = "↵"
 _PATIENCE_S = 0.15  # which a page waits for one that loads quickly
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # of vocabularies that fall back to bytes
 
 
 class Vocabulary:
-    def __init__(self, tokenizer: Any) -> None:
+    """The texts of a model's tokens. Without a tokenizer their ids stand for them: while it loads,
+    or because of a ``fault``."""
+
+    def __init__(self, tokenizer: Any = None, fault: str = "") -> None:
+        self.fault = fault
+        self.is_loading = tokenizer is None and not fault
         self._tokenizer = tokenizer
-        self._byte_level = "ByteLevel" in str(tokenizer.decoder)
-        self._added = tokenizer.get_added_tokens_decoder()
+        self._byte_level = "ByteLevel" in str(getattr(tokenizer, "decoder", ""))
+        self._added = {} if tokenizer is None else tokenizer.get_added_tokens_decoder()
 
     def bytes_of(self, token_id: int) -> bytes:
         """Return the bytes of a token, which may be a part of a character."""
+        if self._tokenizer is None:
+            return f"[{token_id}]".encode()
         token = self._tokenizer.id_to_token(token_id) or ""
         if token_id in self._added:
             return token.encode()
@@ -43,13 +50,15 @@ class Vocabulary:
 
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of tokens, special ones included."""
+        if self._tokenizer is None:
+            return "".join(f" {one}" for one in ids)
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
 def visible(token: bytes) -> str:
     """Return a token as it is shown: ``\\xNN`` for bytes that form no character by themselves,
     ``↵`` for the end of a line, and escapes for what else would move the text around it."""
-    text = token.decode("utf-8", "backslashreplace").replace("\n", LINE_END)
+    text = token.decode("utf-8", "backslashreplace").replace("\n", "↵")
     return "".join(
         one if one.isprintable() else one.encode("unicode_escape").decode() for one in text
     )
@@ -62,22 +71,19 @@ class Vocabularies:
         self._loading = ThreadPoolExecutor(1, "vocabulary")
         self._known: dict[tuple[str, bool], Future[Vocabulary]] = {}
 
-    def of(self, config: Json) -> Vocabulary | None:
-        """Return the vocabulary of a run's configuration; None while it loads.
-
-        Raises:
-            ValueError, OSError: the model cannot be loaded; the message says why.
-        """
+    def of(self, config: Json) -> Vocabulary:
+        """Return the vocabulary of the model in a run's configuration."""
         model, tinker = config.get("model") or {}, config.get("tinker") or {}
         name = tinker.get("tokenizer") or model.get("name") or TINY_MODEL
         key = name, bool(model.get("trust_remote_code"))
         # Two threads may both begin: the second load is wasted, and harmless.
         future = self._known.get(key) or self._loading.submit(_load, *key)
         self._known[key] = future
+        wait([future], _PATIENCE_S)
         try:
-            return future.result(_PATIENCE_S)
-        except TimeoutError:
-            return None
+            return future.result() if future.done() else Vocabulary()
+        except (ValueError, OSError) as error:
+            return Vocabulary(fault=str(error) or type(error).__name__)
 
     def close(self) -> None:
         self._loading.shutdown(wait=False, cancel_futures=True)
@@ -97,9 +103,10 @@ def _file(name: str) -> str | None:
     from huggingface_hub import try_to_load_from_cache
 
     built_in = {TINY_MODEL: tiny.MODEL_DIR, SMOLLM2: smollm2_folder()}
-    path = built_in.get(name, Path(name).expanduser()) / "tokenizer.json"
-    if path.is_file():
-        return str(path)
-    is_folder = name in built_in or name.startswith((".", "/", "~")) or name.count("/") > 1
-    cached = None if is_folder else try_to_load_from_cache(name, "tokenizer.json")
-    return cached if isinstance(cached, str) else None
+    file = built_in.get(name, Path(name).expanduser()) / "tokenizer.json"
+    if file.is_file():
+        return str(file)
+    with contextlib.suppress(ValueError):  # a path is no name of the hub's
+        cached = try_to_load_from_cache(name, "tokenizer.json")
+        return cached if isinstance(cached, str) else None
+    return None

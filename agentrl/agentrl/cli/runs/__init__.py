@@ -1,1 +1,0 @@
-"""``agentrl runs``: look at runs, compare them, export what they recorded, prune their folders."""

@@ -1,0 +1,1 @@
+"""Commands that serve until they are stopped."""

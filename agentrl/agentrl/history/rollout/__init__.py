@@ -1,0 +1,1 @@
+"""What is recorded of one rollout: its trace, its conversations, its tokens. Knows no HTML."""
