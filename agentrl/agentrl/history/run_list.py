@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from agentrl.config.setting_names import recorded
 from agentrl.history.notes import Notes, read_notes
 from agentrl.history.overview import Progress, progress_of
 from agentrl.history.sources import OpenRun, Sources
@@ -22,7 +23,9 @@ _CHANGE = ("lock", "config.json", "metrics.jsonl", "summary.json", "failed.json"
 @dataclass(frozen=True, slots=True)
 class Listed:
     name: str
+    id: str
     kind: str
+    model: str | None
     state: str
     why: str | None
     """Why it failed."""
@@ -77,7 +80,8 @@ def listed(run: OpenRun) -> Listed:
     metrics = run.store.metrics(run.id, (REWARD, HELD_OUT), every=every).values()
     why = why_failed(run.folder) if row["state"] == "failed" else None
     return Listed(
-        run.name, row["kind"], row["state"], why, row["created_at"], progress_of(run, row["state"]),
+        run.name, run.id, row["kind"], recorded(row["config"], "model.name"), row["state"], why,
+        row["created_at"], progress_of(run, row["state"]),
         [row[REWARD] for row in metrics if REWARD in row],
         [row[HELD_OUT] for row in metrics if HELD_OUT in row], read_notes(run.folder),
     )  # fmt: skip

@@ -57,8 +57,8 @@ def test_a_list_has_each_name_whole_at_80_columns_and_as_json(
         assert all(sum(one in "▁▂▃▄▅▆▇█" for one in line) == curve for line in lines[1:])
     [first, second] = rows(said("list", tmp_path, "--json"))
     assert (first["name"], second["name"]) == (long, "short")
-    assert (first["kind"], first["state"]) == ("train", "finished")
     assert (first["progress"]["step"], first["progress"]["steps"]) == (4, 4)
+    assert (first["kind"], first["state"], first["model"]) == ("train", "finished", "agentrl-tiny")
     assert first["held_out"][-1] == pytest.approx(3 / 6)
 
 
