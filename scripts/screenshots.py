@@ -16,7 +16,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "support"))
-from ui_pages import Tab, fill_indexes, open_browser, open_tab, serve_pages  # noqa: E402
+from ui_browser import Tab, open_browser, open_tab, serve_pages  # noqa: E402
+from ui_pages import fill_indexes  # noqa: E402
 
 from agentrl.history.sources import Sources  # noqa: E402
 

@@ -7,16 +7,8 @@ from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
-from ui_pages import (
-    INSTALL_CHROMIUM,
-    Recorded,
-    Tab,
-    fill_indexes,
-    has_browser,
-    open_browser,
-    open_tab,
-    serve_pages,
-)
+from ui_browser import INSTALL_CHROMIUM, Tab, has_browser, open_browser, open_tab, serve_pages
+from ui_pages import Recorded, fill_indexes
 
 
 @pytest.fixture(scope="module")  # a test that copies a run takes the locks of what is open here

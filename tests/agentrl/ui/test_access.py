@@ -8,7 +8,8 @@ from pathlib import Path
 import httpx
 import pytest
 from command_line import agentrl
-from ui_pages import Recorded, serve_pages
+from ui_browser import serve_pages
+from ui_pages import Recorded
 
 
 @pytest.fixture

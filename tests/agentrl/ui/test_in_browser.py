@@ -7,7 +7,8 @@ from functools import partial
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from fake_gateway import until
-from ui_pages import Recorded, Tab, open_tab
+from ui_browser import Tab, open_tab
+from ui_pages import Recorded
 
 _AXE = {"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "best-practice"],
         "resultTypes": ["violations"]}  # fmt: skip

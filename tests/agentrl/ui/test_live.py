@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from fake_gateway import until
 from training_run import Run
-from ui_pages import Recorded, Tab, open_tab, record_run, serve_pages
+from ui_browser import Tab, open_tab, serve_pages
+from ui_pages import Recorded, record_run
 
 from agentrl.runs.folder import RunFolder
 from agentrl_tracer.store import Store

@@ -9,7 +9,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from starlette.testclient import TestClient
 from sweeps import record_sweep
-from ui_pages import open_tab, serve_pages
+from ui_browser import open_tab, serve_pages
 
 from agentrl.runs.folder import RunFolder
 from agentrl.ui.app import create_app
