@@ -65,18 +65,14 @@ def open_engine(url: str, *, read_only: bool = False) -> sa.Engine:
         if (backend := parsed.get_backend_name()) not in ("postgresql", "sqlite"):
             raise ArgumentError(backend)
         if backend == "postgresql":
-            wanted: dict[str, Any] = {
-                key: value for key, value in _CONNECT.items() if key not in parsed.query
-            }
+            wanted: dict[str, Any] = {k: v for k, v in _CONNECT.items() if k not in parsed.query}
             if read_only:
                 wanted["options"] = "-c default_transaction_read_only=on"
             return sa.create_engine(url, pool_pre_ping=True, connect_args=wanted, **codec)
         engine = sa.create_engine(url, connect_args={"check_same_thread": False}, **codec)
     except ModuleNotFoundError as error:
-        raise StoreError(
-            f"store: PostgreSQL needs {error.name}, which is not installed: "
-            "pip install 'psycopg[binary]'"
-        ) from error
+        install = "pip install 'psycopg[binary]'"
+        raise StoreError(f"store: {error.name} is not installed: {install}") from error
     except (ArgumentError, NoSuchModuleError, ValueError) as error:
         raise StoreError(
             "store: must be a path, or a URL like postgresql://user@host/database"
