@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
@@ -10,8 +11,8 @@ from fake_gateway import until
 from ui_browser import Tab, open_tab
 from ui_pages import Recorded
 
-_AXE = {"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "best-practice"],
-        "resultTypes": ["violations"]}  # fmt: skip
+_EVERYTHING = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "best-practice"]
+_OF_COLOR_AND_WIDTH = {"type": "rule", "values": ["color-contrast", "scrollable-region-focusable"]}
 _FITS = "document.documentElement.scrollWidth <= innerWidth"
 _WIDE = """() => [...document.querySelectorAll('body *')].filter(
   e => !e.parentElement.closest('.wide') && !e.matches('.skip')
@@ -19,10 +20,14 @@ _WIDE = """() => [...document.querySelectorAll('body *')].filter(
 ).slice(0, 5).map(e => e.outerHTML.slice(0, 99))"""
 
 
-@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 390)])
+@pytest.mark.parametrize(
+    ("scheme", "width", "rules"),
+    [("light", 1280, _EVERYTHING), ("dark", 390, _OF_COLOR_AND_WIDTH)],
+)
 def test_every_view_loads_without_faults_and_axe_finds_nothing_serious(
-    browser, link: str, recorded: Recorded, scheme: str, width: int
+    browser, link: str, recorded: Recorded, scheme: str, width: int, rules: Any
 ) -> None:
+    options = {"runOnly": rules, "resultTypes": ["violations"]}
     found: list[str] = []
     with open_tab(browser, link, width=width, scheme=scheme) as tab:
         for name, path in recorded.views.items():
@@ -31,7 +36,7 @@ def test_every_view_loads_without_faults_and_axe_finds_nothing_serious(
             fits, too_wide = partial(tab.page.evaluate, _FITS), partial(tab.page.evaluate, _WIDE)
             until(fits, 3, log=lambda: f"{name} scrolls sideways: {too_wide()}")  # noqa: B023
             assert tab.page.evaluate("window.hacked") is None, name
-            for one in Axe().run(tab.page, options=_AXE).response["violations"]:
+            for one in Axe().run(tab.page, options=options).response["violations"]:
                 if one["impact"] in ("serious", "critical"):
                     found += [f"{name}: {one['id']}: {one['nodes'][0]['html'][:200]}"]
         assert tab.faults == []
