@@ -68,7 +68,8 @@ def converse(
         assert call.prompt_ids == seen.prompt_ids
         assert call.response_ids == seen.sampled[0]
     assert [call.response_ids for call in calls] == [one_by_one(gateway.renderer, s) for s in said]
-    return json.loads(done.stdout.strip().splitlines()[-1]), calls
+    told = [line for line in done.stdout.splitlines() if line.startswith("{")]  # CrewAI adds boxes
+    return json.loads(told[-1]), calls
 
 
 def told_in_one_row(gateway: Running, command: list[str], cwd: Path | None = None) -> None:
