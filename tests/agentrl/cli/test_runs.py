@@ -60,6 +60,8 @@ def test_a_list_has_each_name_whole_at_80_columns_and_as_json(
     assert (first["name"], second["name"]) == (long, "short")
     assert (first["progress"]["step"], first["progress"]["steps"]) == (4, 4)
     assert (first["kind"], first["state"], first["model"]) == ("train", "finished", "agentrl-tiny")
+    assert first["folder"] == str(tmp_path / long)
+    assert first["created_at"] < first["ended_at"]
     assert first["held_out"][-1] == pytest.approx(3 / 6)
 
 
