@@ -92,14 +92,23 @@ def test_a_sweep_that_is_just_starting_and_another_programs_study_are_told_apart
         read_results(tmp_path, "new")
 
 
-def test_a_sweep_ends_after_three_failures_and_says_why(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("metric", "kind", "said", "trials"),
+    [
+        ("loss", RuntimeError, "every trial fails.*mine-002 was never a finite", 3),
+        ("median", ConfigError, "mine-000 has no 'median'; it has loss, step", 1),
+    ],
+)
+def test_a_sweep_ends_where_trials_have_no_value_and_says_why(
+    tmp_path: Path, metric: str, kind: type[Exception], said: str, trials: int
+) -> None:
     for number in range(4):
         run = RunFolder(tmp_path / f"mine-{number:03d}")
         run.root.mkdir()
         run.summary.touch()  # it has ended
         run.metrics.write_text('{"step": 1, "loss": null}\n')
-    how, folder = sweep_config(SPACE, metric="loss", trials=24), RunFolder(tmp_path / "mine")
+    how, folder = sweep_config(SPACE, metric=metric, trials=24), RunFolder(tmp_path / "mine")
     study = opened(folder.root, how)
-    with pytest.raises(RuntimeError, match=r"every trial fails.*mine-002 was never a finite"):
+    with pytest.raises(kind, match=said):
         Sweep(folder, how, read_space(how), study, steps=9).run()
-    assert len(study.trials) == 3
+    assert len(study.trials) == trials
