@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sqlite3
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, redirect_stdout
@@ -275,14 +274,9 @@ def _opened(path: Path) -> Iterator[OpenRun]:
 def _indexed(path: Path) -> Iterator[OpenRun]:
     """Open a run with its index brought up to date: of many new rollouts it takes minutes."""
     with _opened(path) as run:
-        try:
-            with stderr.status("reading new rollouts"):  # shows nothing in a pipe
-                while run.fill():
-                    pass
-        except sqlite3.OperationalError as error:
-            raise StoreError(
-                f"{run.index.path}: {error}; this user must find room and be allowed to write there"
-            ) from error
+        with stderr.status("reading new rollouts"):  # shows nothing in a pipe
+            while run.fill():
+                pass
         yield run
 
 
