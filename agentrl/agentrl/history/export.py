@@ -134,15 +134,26 @@ def _longest(chats: Sequence[Json]) -> list[Json]:
 # ---- Parquet
 
 
-def write_parquet(records: Iterable[Json], path: Path | None) -> int:
-    """Write rollouts as a table, with what has no column type of its own as JSON; count them."""
+def check_parquet(path: Path | None) -> Path:
+    """Return the file to write.
+
+    Raises:
+        ConfigError: there is none, or pyarrow is not installed.
+    """
     if path is None:
         raise ConfigError("output: parquet needs a file, for instance --output rollouts.parquet")
     try:
-        import pyarrow as pa
-        import pyarrow.parquet as parquet
+        import pyarrow.parquet  # noqa: F401
     except ImportError as error:
         raise ConfigError("format: parquet needs pyarrow: pip install pyarrow") from error
+    return path
+
+
+def write_parquet(records: Iterable[Json], path: Path) -> int:
+    """Write rollouts as a table, with what has no column type of its own as JSON; count them."""
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
     kinds: dict[str, Any] = {"TEXT": pa.string(), "INTEGER": pa.int64(), "REAL": pa.float64()}
     columns = {name: kinds[kind.split()[0]] for name, kind in COLUMNS.items()}
     schema = pa.schema(columns | dict.fromkeys(("data", "calls"), pa.string()))
