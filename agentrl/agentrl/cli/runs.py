@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sqlite3
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, redirect_stdout
@@ -286,15 +285,10 @@ def _indexed(path: Path, query: Query) -> Iterator[OpenRun]:
         ConfigError: the query is wrong; says so before.
     """
     with _opened(path) as run:
-        try:
-            find_rollouts(run.index, replace(query, limit=0))
-            with stderr.status("reading new rollouts"):  # shows nothing in a pipe
-                while run.fill():
-                    pass
-        except sqlite3.OperationalError as error:
-            raise StoreError(
-                f"{run.index.path}: {error}; this user must find room and be allowed to write there"
-            ) from error
+        find_rollouts(run.index, replace(query, limit=0))
+        with stderr.status("reading new rollouts"):  # shows nothing in a pipe
+            while run.fill():
+                pass
         yield run
 
 

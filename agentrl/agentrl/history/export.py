@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import groupby, islice, takewhile
@@ -18,6 +17,7 @@ from agentrl.history.index import COLUMNS
 from agentrl.history.rollout.conversation import asked, shown_before
 from agentrl.history.rollout_table import Query, Row, find_rollouts
 from agentrl.history.sources import OpenRun
+from agentrl.runs.excerpts import json_line
 from agentrl_proxy.protocols.conversion import chat_of_messages, chat_of_response
 from agentrl_tracer.schemas import Call, CallState, Json, Purpose
 from agentrl_trainer.data.rewards import by_rollout
@@ -167,6 +167,6 @@ def write_parquet(records: Iterable[Json], path: Path) -> int:
 
 def _as_texts(record: Json) -> Json:
     return {
-        name: json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else value
+        name: json_line(value) if isinstance(value, list | dict) else value
         for name, value in record.items()
     }
