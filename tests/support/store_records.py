@@ -57,14 +57,16 @@ def call_of(claim: Claim, name: str, **changes: Any) -> Call:
 
 
 def record_answer(
-    store: Store, run_id: str, purpose: Purpose, step: int, said: tuple[str, str], reward: float
-) -> str:
+    store: Store, run_id: str, purpose: Purpose, step: int, said: tuple[str, str], reward: float,
+    split: str = "",
+) -> str:  # fmt: skip
     """Record a rollout that asked once, was answered, and was rewarded; return its id.
 
     Args:
         said: what the agent asked, and what the model answered.
+        split: of the task, by default the purpose.
     """
-    [task] = store.add_tasks(run_id, "eval" if purpose is Purpose.EVAL else "train", [{"n": 7}])
+    [task] = store.add_tasks(run_id, split or purpose, [{"n": 7}])
     store.enqueue(run_id, [NewRollout(task, f"{purpose}-{step}", purpose, step, 0, seed=0)])
     claim = claimed(store)
     request = {"messages": [{"role": "user", "content": said[0]}]}

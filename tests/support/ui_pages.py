@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -123,6 +123,17 @@ def record_served(url: Path | str, count: int) -> None:
     ]  # fmt: skip
     with contextlib.closing(Store(str(url))) as store:
         store.write_calls("boot", [], calls, count)
+
+
+@contextlib.contextmanager
+def begun(root: Path, name: str, kind: str) -> Iterator[tuple[Store, str]]:
+    """Begin a run that has no settings; give its store and id."""
+    folder = RunFolder.create(root, name, kind)
+    with contextlib.closing(Store(str(folder.store))) as store:
+        run_id = store.create_run(name, kind, {}, Policies(on_error="retry"))
+        folder.write(folder.run_id, run_id)
+        folder.write_json(folder.config, {})
+        yield store, run_id
 
 
 def record_run(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import sqlite3
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, redirect_stdout
+from dataclasses import replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
@@ -83,8 +84,9 @@ def rollouts_command(
     json: AsJson = False,
 ) -> None:
     """List the rollouts of a run that match."""
-    with _indexed(run) as opened:
-        found = find_rollouts(opened.index, Query(where, search, sort, limit or -1))
+    query = Query(where, search, sort, limit or -1)
+    with _indexed(run, query) as opened:
+        found = find_rollouts(opened.index, query)
     _print(found.rows, json, screen.show_rollouts)
     if not json and (len(found.rows) < found.total or not found.rows):
         print_line(f"{len(found.rows)} of {found.total:,} rollouts")
@@ -175,10 +177,14 @@ def export_command(
 ) -> None:
     """Write rollouts as JSON lines, Parquet, chats or preference pairs."""
     kinds = {"sft": exports.chat_records, "pairs": exports.pair_records}
-    with _indexed(run) as opened:
+    table = exports.check_parquet(output) if format == "parquet" else None
+    if output and not output.parent.is_dir():
+        raise ConfigError(f"output: there is no folder {output.parent}")
+    with _indexed(run, Query(where)) as opened:
         records = kinds.get(format, exports.rollout_records)(opened, where)
-        if format == "parquet":
-            written = exports.write_parquet(records, output)
+        records = chain([*islice(records, 1)], records)  # what can fail comes before the file opens
+        if table:
+            written = exports.write_parquet(records, table)
         else:
             written = 0
             file = output.open("w", encoding="utf-8") if output else nullcontext(sys.stdout)
@@ -272,17 +278,17 @@ def _opened(path: Path) -> Iterator[OpenRun]:
 
 
 @contextmanager
-def _indexed(path: Path) -> Iterator[OpenRun]:
-    """Open a run with its index brought up to date: of many new rollouts it takes minutes."""
+def _indexed(path: Path, query: Query) -> Iterator[OpenRun]:
+    """Open a run with its index brought up to date: of many new rollouts it takes minutes.
+
+    Raises:
+        ConfigError: the query is wrong; says so before.
+    """
     with _opened(path) as run:
-        try:
-            with stderr.status("reading new rollouts"):  # shows nothing in a pipe
-                while run.fill():
-                    pass
-        except sqlite3.OperationalError as error:
-            raise StoreError(
-                f"{run.index.path}: {error}; this user must find room and be allowed to write there"
-            ) from error
+        find_rollouts(run.index, replace(query, limit=0))
+        with stderr.status("reading new rollouts"):  # shows nothing in a pipe
+            while run.fill():
+                pass
         yield run
 
 

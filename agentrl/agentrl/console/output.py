@@ -6,7 +6,6 @@ Sentences wrap between words, and never within a path. A pipe or a file has no w
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -18,6 +17,7 @@ from typing import Any
 from rich.console import Console, RenderableType
 from rich.text import Text
 
+from agentrl.runs.excerpts import json_line
 from agentrl.runs.folder import strict
 
 _UNLIMITED = 100_000
@@ -69,7 +69,7 @@ def print_json(value: Any) -> None:
     """Print a value as one line of JSON; numbers that JSON does not have are null."""
     value = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
     try:
-        sys.stdout.write(json.dumps(strict(value), ensure_ascii=False, default=str) + "\n")
+        sys.stdout.write(json_line(strict(value)) + "\n")
     except BrokenPipeError:  # the reader, such as head, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)

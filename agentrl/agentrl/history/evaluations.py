@@ -127,6 +127,12 @@ def evaluated_tasks(run: OpenRun) -> list[Json]:
     return run.store.tasks(run.id, split_of(run))
 
 
+def task_data(run: OpenRun, purpose: Purpose, index: int) -> Json | None:
+    """Return the task of rollouts with a purpose, by its place in their split."""
+    split = split_of(run) if purpose == Purpose.EVAL else purpose
+    return run.store.task(run.id, split, index)
+
+
 def split_of(run: OpenRun) -> str:
     """Return the split that the run's evaluations are of: ``eval``, or that of the command."""
     return "eval" if run.row["kind"] == "train" else run.row["kind"]

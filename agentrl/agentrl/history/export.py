@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import groupby, islice, takewhile
@@ -18,6 +17,7 @@ from agentrl.history.index import COLUMNS
 from agentrl.history.rollout.conversation import asked, shown_before
 from agentrl.history.rollout_table import Query, Row, find_rollouts
 from agentrl.history.sources import OpenRun
+from agentrl.runs.excerpts import json_line
 from agentrl_proxy.protocols.conversion import chat_of_messages, chat_of_response
 from agentrl_tracer.schemas import Call, CallState, Json, Purpose
 from agentrl_trainer.data.rewards import by_rollout
@@ -134,15 +134,26 @@ def _longest(chats: Sequence[Json]) -> list[Json]:
 # ---- Parquet
 
 
-def write_parquet(records: Iterable[Json], path: Path | None) -> int:
-    """Write rollouts as a table, with what has no column type of its own as JSON; count them."""
+def check_parquet(path: Path | None) -> Path:
+    """Return the file to write.
+
+    Raises:
+        ConfigError: there is none, or pyarrow is not installed.
+    """
     if path is None:
         raise ConfigError("output: parquet needs a file, for instance --output rollouts.parquet")
     try:
-        import pyarrow as pa
-        import pyarrow.parquet as parquet
+        import pyarrow.parquet  # noqa: F401
     except ImportError as error:
         raise ConfigError("format: parquet needs pyarrow: pip install pyarrow") from error
+    return path
+
+
+def write_parquet(records: Iterable[Json], path: Path) -> int:
+    """Write rollouts as a table, with what has no column type of its own as JSON; count them."""
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
     kinds: dict[str, Any] = {"TEXT": pa.string(), "INTEGER": pa.int64(), "REAL": pa.float64()}
     columns = {name: kinds[kind.split()[0]] for name, kind in COLUMNS.items()}
     schema = pa.schema(columns | dict.fromkeys(("data", "calls"), pa.string()))
@@ -156,6 +167,6 @@ def write_parquet(records: Iterable[Json], path: Path | None) -> int:
 
 def _as_texts(record: Json) -> Json:
     return {
-        name: json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else value
+        name: json_line(value) if isinstance(value, list | dict) else value
         for name, value in record.items()
     }

@@ -12,6 +12,7 @@ import json
 import sqlite3
 import threading
 import time
+import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,11 @@ from agentrl.config.errors import ConfigError
 from agentrl.history.rollout.conversation import answer_text, new_text
 from agentrl.history.rollout.trace import count_tokens, earned_by_name
 from agentrl_tracer.schemas import Attempt, Call, CallState, Feedback, Reward, Rollout, RolloutState
-from agentrl_tracer.store import Store
+from agentrl_tracer.store import Store, StoreError
 from agentrl_trainer.data.rewards import by_rollout, human_rewards, rollout_reward
 
 VERSION = 4
-"""Of the layout; a file of another version is made anew."""
+"""Of the layout; a file of another version, or of another run, is made anew."""
 _STEP = 200
 """Rollouts, or served calls, that one call of ``fill`` looks at."""
 _MOST_SAID = 100_000
@@ -69,7 +70,8 @@ UNION ALL SELECT id, feedback FROM rollout WHERE feedback IS NOT NULL
 class Index:
     """The index of a run, or (``run_id`` None) of a store's calls without a run.
 
-    Any thread may read; ``fill`` is one thread's.
+    Any thread may read; ``fill`` is one thread's. Both raise StoreError where the file cannot be
+    made, read or written.
     """
 
     def __init__(self, path: Path, store: Store, run_id: str | None) -> None:
@@ -77,16 +79,35 @@ class Index:
         self._store = store
         self._run_id = run_id
         self._lock = threading.RLock()
+        self._made_for = zlib.crc32(f"{VERSION} {run_id}".encode()) >> 1  # of 31 bits
         self._writer: sqlite3.Connection | None = None
+        self._inode = 0  # of the file that it writes
 
     @contextlib.contextmanager
     def read(self) -> Iterator[sqlite3.Connection]:
         """Lend a connection of its own to read with; columns by name."""
-        self._open()
-        with contextlib.closing(sqlite3.connect(self.path)) as db:
-            db.row_factory = sqlite3.Row
-            db.execute("PRAGMA query_only=ON")
-            yield db
+        with self._faults_named():
+            self._open()
+            with contextlib.closing(sqlite3.connect(self.path)) as db:
+                db.row_factory = sqlite3.Row
+                db.execute("PRAGMA query_only=ON")
+                yield db
+
+    @contextlib.contextmanager
+    def asked(self, field: str) -> Iterator[sqlite3.Connection]:
+        """Lend a connection as ``read`` does, for a query that a user wrote in ``field``.
+
+        Raises:
+            ConfigError: it is more than Python or SQLite can parse, or no text or number of theirs.
+        """
+        with self.read() as db:
+            try:
+                yield db
+            except (
+                sqlite3.OperationalError, sqlite3.ProgrammingError, OverflowError, UnicodeError,
+                RecursionError, MemoryError,
+            ) as error:  # fmt: skip
+                raise ConfigError(f"{field}: {str(error) or 'is nested too deep'}") from error
 
     def fill(self) -> bool:
         """Take in a few hundred new rollouts, or served calls, at most; False if none was new."""
@@ -115,19 +136,36 @@ class Index:
     def _open(self) -> sqlite3.Connection:
         """Return the connection that writes, with the layout in place."""
         with self._lock:
-            if self._writer is not None and self.path.exists():  # else it was pruned
+            if self._writer is not None and self._inode == self._inode_now():  # else it was pruned
                 return self._writer
+            self.close()
             db = sqlite3.connect(self.path, check_same_thread=False)
-            if db.execute("PRAGMA user_version").fetchone()[0] not in (0, VERSION):
+            if db.execute("PRAGMA user_version").fetchone()[0] not in (0, self._made_for):
                 db.close()
-                self.path.unlink()
+                for file in (self.path, *self.path.parent.glob(f"{self.path.name}-*")):
+                    file.unlink(missing_ok=True)
                 db = sqlite3.connect(self.path, check_same_thread=False)
             db.execute("PRAGMA journal_mode=WAL")
             db.execute("PRAGMA synchronous=OFF")  # it can be made again
             if db.execute("PRAGMA user_version").fetchone()[0] == 0:
-                db.executescript(f"{_LAYOUT} PRAGMA user_version = {VERSION};")
-            self._writer = db
+                db.executescript(f"{_LAYOUT} PRAGMA user_version = {self._made_for};")
+            self._writer, self._inode = db, self._inode_now()
             return db
+
+    def _inode_now(self) -> int | None:
+        with contextlib.suppress(FileNotFoundError):
+            return self.path.stat().st_ino
+        return None
+
+    @contextlib.contextmanager
+    def _faults_named(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.DatabaseError as error:
+            raise StoreError(
+                f"{self.path}: {error}; this user must find room and be allowed to write there; a "
+                "damaged file can be deleted, and is made again"
+            ) from error
 
     def _fill_run(self, run_id: str) -> bool:
         with self.read() as db:
@@ -139,8 +177,8 @@ class Index:
         # A resumed run cancels rollouts that had ended.
         late = {(one, "cancelled") for one in self._store.canceled_ids(run_id)}
         late |= {(one, len(given)) for one, given in feedback.items() if one}
-        self._take_in(run_id, new or running, feedback, has_new_words=True)
-        again = {one for one, _ in late - known if one <= last}
+        self._take_in(run_id, [*new, *running], feedback, has_new_words=True)
+        again = {one for one, _ in late - known if one <= last}.difference(running)
         self._take_in(run_id, again, feedback, has_new_words=False)
         return bool(new)
 
@@ -178,7 +216,7 @@ class Index:
         return bool(taken)
 
     def _write(self, rows: Sequence[Sequence[Any]], calls: Sequence[Call]) -> None:
-        with self._lock, self._open() as db:  # one transaction
+        with self._faults_named(), self._lock, self._open() as db:  # one transaction
             db.executemany(_INSERT, rows)
             for call in calls:
                 values = call.id, call.rollout_id, call.started_at
@@ -238,7 +276,7 @@ def find_served(
         before: the last call of the page before.
 
     Raises:
-        ConfigError: ``before`` is no call.
+        ConfigError: ``before`` is no call, or ``search`` is not understood.
     """
     last = store.call(before) if before else None
     if before and not last:
@@ -246,7 +284,7 @@ def find_served(
     place = (last.started_at, last.id) if last else None
     if not search.split():
         return store.calls_without_run(limit, before=place)
-    with index.read() as db:
+    with index.asked("search") as db:
         found = db.execute(
             "SELECT call.id FROM said JOIN call ON call.rowid = said.rowid WHERE said MATCH ? "
             "AND (started_at, call.id) < (?, ?) ORDER BY said.rowid DESC LIMIT ?",

@@ -11,7 +11,6 @@ import ast
 import contextlib
 import json
 import re
-import sqlite3
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -65,17 +64,14 @@ def find_rollouts(index: Index, query: Query) -> Page:
     Raises:
         ConfigError: ``where``, ``sort`` or ``search`` is wrong; names it.
     """
-    condition, order, values = _parts(query)
-    with index.read() as db:
-        try:
-            [total] = db.execute(f"SELECT count(*) FROM rollout WHERE {condition}", values)
-            found = db.execute(
-                "SELECT * FROM rollout WHERE rowid IN (SELECT rowid FROM rollout "  # sorts less
-                f"WHERE {condition} ORDER BY {order} LIMIT ? OFFSET ?) ORDER BY {order}",
-                [*values, query.limit, query.offset],
-            ).fetchall()
-        except (sqlite3.Error, OverflowError) as error:
-            raise ConfigError(f"where: {error}") from error
+    with index.asked("where") as db:
+        condition, order, values = _parts(query)
+        [total] = db.execute(f"SELECT count(*) FROM rollout WHERE {condition}", values)
+        found = db.execute(
+            "SELECT * FROM rollout WHERE rowid IN (SELECT rowid FROM rollout "  # sorts less
+            f"WHERE {condition} ORDER BY {order} LIMIT ? OFFSET ?) ORDER BY {order}",
+            [*values, query.limit, query.offset],
+        ).fetchall()
     return Page([{**row, "rewards": json.loads(row["rewards"])} for row in found], total[0])
 
 
@@ -106,9 +102,9 @@ def beside_in_task(index: Index, rollout: Rollout) -> Beside | None:
 def beside_in_table(index: Index, query: Query, rollout_id: str) -> Beside | None:
     """Return what is before and after the rollout at ``query.offset`` of a table; None if it is no
     longer there."""
-    condition, order, values = _parts(query)
-    three = f"SELECT id FROM rollout WHERE {condition} ORDER BY {order} LIMIT 3 OFFSET ?"
-    with index.read() as db:
+    with index.asked("where") as db:
+        condition, order, values = _parts(query)
+        three = f"SELECT id FROM rollout WHERE {condition} ORDER BY {order} LIMIT 3 OFFSET ?"
         rows = db.execute(three, [*values, max(query.offset - 1, 0)]).fetchall()
     return beside_in([row["id"] for row in rows], rollout_id, "table")
 

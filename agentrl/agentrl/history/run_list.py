@@ -30,6 +30,9 @@ class Listed:
     why: str | None
     """Why it failed."""
     created_at: float
+    ended_at: float | None
+    folder: str | None
+    """None if it is not on this machine: that of a run of a PostgreSQL store."""
     progress: Progress
     rewards: list[float]
     held_out: list[float]
@@ -81,7 +84,8 @@ def listed(run: OpenRun) -> Listed:
     why = why_failed(run.folder) if row["state"] == "failed" else None
     return Listed(
         run.name, run.id, row["kind"], recorded(row["config"], "model.name"), row["state"], why,
-        row["created_at"], progress_of(run, row["state"]),
+        row["created_at"], row["ended_at"], str(run.folder.root) if run.folder.exists() else None,
+        progress_of(run, row["state"]),
         [row[REWARD] for row in metrics if REWARD in row],
         [row[HELD_OUT] for row in metrics if HELD_OUT in row], read_notes(run.folder),
     )  # fmt: skip

@@ -167,6 +167,8 @@ class Sources:
 
     def _once(self, key: str, open_: Callable[[], OpenRun]) -> OpenRun:
         with self._lock:
+            if key in self._open and not _is_still_there(self._open[key]):
+                self._open.pop(key).close()
             opened = self._open[key] = self._open.get(key) or open_()
             self._open.move_to_end(key)
             if len(self._open) > _MOST_OPEN:
@@ -211,6 +213,12 @@ def _noted(faults: list[str], name: str) -> Iterator[None]:
 def _indexed(folder: RunFolder, store: Store, row: Json) -> OpenRun:
     folder.root.mkdir(mode=0o700, exist_ok=True)  # one in the cache
     return OpenRun(folder, store, row, Index(folder.root / "view.db", store, row["id"]))
+
+
+def _is_still_there(run: OpenRun) -> bool:
+    """Whether the folder is the run's yet: it may have been deleted and made again for another."""
+    written = run.folder.run_id
+    return not written.is_file() or written.read_text().strip() == run.id
 
 
 def _read_only(url: str) -> Store:

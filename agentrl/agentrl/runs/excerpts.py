@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _MOST_READ = 4_000  # characters: agents write lines of megabytes
 
 
@@ -15,6 +15,11 @@ def excerpt(text: str) -> str:
     shown = " ".join(text[:_MOST_READ].split())
     shown = _CONTROL.sub("\ufffd", shown)  # a terminal would obey them
     return shown if len(shown) <= 240 and len(text) <= _MOST_READ else f"{shown[:239]}…"
+
+
+def json_line(value: Any) -> str:
+    """Return one line of JSON that can be written as UTF-8: agents send lone surrogates."""
+    return json.dumps(value, ensure_ascii=False, default=str).encode(errors="replace").decode()
 
 
 def text_of(content: Any) -> str:

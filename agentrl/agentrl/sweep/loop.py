@@ -27,6 +27,9 @@ _POLL_S = 0.5
 _MOST_STARTS = 4
 """Processes of one run that this sweep starts: something kills them."""
 
+_HOPELESS = 3
+"""Trials that failed before any was complete: the settings are wrong for all."""
+
 
 class _FailedError(Exception):
     """A trial cannot be trained."""
@@ -60,6 +63,7 @@ class Sweep:
 
         Raises:
             ConfigError: the runs do not record the metric.
+            RuntimeError: every trial fails.
         """
         parallel = self.config.sweep.parallel
         with ThreadPoolExecutor(parallel) as pool:
@@ -113,6 +117,9 @@ class Sweep:
         except _FailedError as why:
             trial.set_user_attr("reason", str(why))
             self._end(trial, "failed", state=TrialState.FAIL)
+            states = [one.state for one in self.study.get_trials(deepcopy=False)]
+            if states.count(TrialState.FAIL) >= _HOPELESS and TrialState.COMPLETE not in states:
+                raise RuntimeError(f"every trial fails; the last: {why}") from why
         else:
             if seeds > 1:
                 trial.set_user_attr("spread", statistics.stdev(values))
@@ -142,12 +149,11 @@ class Sweep:
                 raise _FailedError(why)
         if values := self._values(run):
             return values[max(values)]
-        metric, names = (
-            self.config.sweep.metric,
-            {name for row in run.read_metrics() for name in row},
-        )
-        kind = _FailedError if metric in names else ConfigError
-        raise kind(f"sweep.metric: {run.name} has no {metric!r}; it has {', '.join(sorted(names))}")
+        metric = self.config.sweep.metric
+        names = sorted({name for row in run.read_metrics() for name in row})
+        if metric in names:
+            raise _FailedError(f"{metric} of {run.name} was never a finite number")
+        raise ConfigError(f"sweep.metric: {run.name} has no {metric!r}; it has {', '.join(names)}")
 
     def _watch(self, process: Popen[bytes], trial: Trial, run: RunFolder, *, judged: bool) -> None:
         """Wait for the end of a process; report the metric of a run that is ``judged``.

@@ -120,18 +120,26 @@ def read_results(root: Path, name: str) -> SweepResults:
         raise ConfigError(f"sweep: there is no sweep {name!r} in {root}")
     try:
         import optuna
-
+    except ImportError as error:
+        raise ConfigError(f"sweep: {file} is read with Optuna: pip install {_EXTRA}") from error
+    starting = "the sweep is just starting; look again in a moment"
+    try:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         # To bring it up to date is the sweep's to do.
         storage = optuna.storages.RDBStorage(
             f"sqlite:///{file}", skip_table_creation=True, skip_compatibility_check=True
         )
         try:
-            return SweepResults(optuna.load_study(study_name=None, storage=storage), folder)
+            study = optuna.load_study(study_name=None, storage=storage)
+            if "total" in study.user_attrs:  # the last that ``open_study`` writes
+                return SweepResults(study, folder)
         finally:
             storage.engine.dispose()
     except Exception as error:  # of Optuna and SQLAlchemy, which have many kinds
-        raise ConfigError(f"sweep: {file} cannot be read (it takes {_EXTRA}): {error}") from error
+        why = f"{error}; perhaps {starting}" if folder.is_in_use() else error
+        raise ConfigError(f"sweep: {file} cannot be read: {why}") from error
+    why = starting if folder.is_in_use() else "it is a study of another program"
+    raise ConfigError(f"sweep: {file} has no sweep yet: {why}")
 
 
 def sweeps_in(root: Path) -> list[str]:

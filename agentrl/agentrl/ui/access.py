@@ -42,7 +42,7 @@ class TokenGate:
             await self._app(scope, receive, send)
             return
         request = Request(scope)
-        is_open = request.url.path.startswith(_OPEN)
+        is_open = scope["path"].startswith(_OPEN)  # Host has a part in the URL's
 
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":

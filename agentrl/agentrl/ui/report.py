@@ -9,6 +9,7 @@ from typing import Any
 from agentrl.config.setting_names import flattened
 from agentrl.history.evaluations import Paired
 from agentrl.history.rollout.trace import longest_calls
+from agentrl.history.rollout_table import Query, find_rollouts
 from agentrl.history.sources import OpenRun, Sources
 from agentrl.ui.pages.call import Chat, chat_of
 from agentrl.ui.pages.evaluations import evaluations_of
@@ -49,14 +50,33 @@ def run_report(folder: Path) -> str:
 
 
 def _examples(run: OpenRun, evaluations: dict[str, Any]) -> list[tuple[str, Chat]]:
-    """Return conversations about tasks that flipped, before and after."""
+    """Return conversations about tasks that flipped, before and after; without any, of the best
+    and the worst rollout of the last step."""
     paired: Paired | None = evaluations["paired"]
     flips = [*paired.gained[:_EXAMPLES], *paired.lost[:_EXAMPLES]] if paired else []
     outcomes = [outcome for flip in flips for outcome in flip]
     steps = [evaluations["before"], evaluations["after"]] * len(flips)
-    calls = longest_calls(run.store, run.id, [outcome.rollout for outcome in outcomes])
-    return [
-        (f"Task {one.task} at step {step}: {one.successes} of {one.samples} right", chat_of(call))
-        for one, step, call in zip(outcomes, steps, calls, strict=True)
-        if call
-    ]
+    about = {
+        one.rollout: f"Task {one.task} at step {step}: {one.successes} of {one.samples} right"
+        for one, step in zip(outcomes, steps, strict=True)
+    } or _best_and_worst(run)
+    calls = longest_calls(run.store, run.id, list(about))
+    return [(said, chat_of(call)) for said, call in zip(about.values(), calls, strict=True) if call]
+
+
+def _best_and_worst(run: OpenRun) -> dict[str, str]:
+    """Return what to say of two rollouts of the last step that has any which ended, by id."""
+    ended = "status in ('succeeded', 'failed')"
+    last = find_rollouts(run.index, Query(ended, sort="-step", limit=1)).rows
+    if not last:
+        return {}
+    of_step = f"{ended} and step == {last[0]['step']}"
+    best, worst = (
+        find_rollouts(run.index, Query(of_step, sort=sort, limit=1)).rows[0]
+        for sort in ("-reward", "reward")
+    )
+    return {
+        row["id"]: f"Step {row['step']}, {row['purpose']} task {row['task']}: "
+        + ("no reward" if row["reward"] is None else f"reward {row['reward']:+.4g}")
+        for row in (best, worst)
+    }

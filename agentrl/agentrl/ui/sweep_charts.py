@@ -25,7 +25,7 @@ def sweep_charts(found: SweepResults) -> list[Chart]:
         return []
     charts = [_parallel(found, shown)]
     if found.importance:
-        shares = {name.rpartition(".")[2]: share for name, share in found.importance.items()}
+        shares = dict(zip(_short(list(found.importance)), found.importance.values(), strict=True))
         how = {"x": "setting", "unit": "%", "horizontal": True}
         charts.append(bars("importance", "Importance", {"share": shares}, **how))
     if len(found.space) > 1 and len(found.complete) > 2:
@@ -73,6 +73,12 @@ def _contour(found: SweepResults) -> Chart:
                 for place, trial in zip(places, found.complete, strict=True)],
         metric=found.metric, maximize=found.maximize,
     )  # fmt: skip
+
+
+def _short(names: list[str]) -> list[str]:
+    """Return the last parts of names; whole names where two have the same."""
+    last = [name.rpartition(".")[2] for name in names]
+    return [one if last.count(one) == 1 else name for one, name in zip(last, names, strict=True)]
 
 
 def _place(found: SweepResults, names: list[str], trial: FrozenTrial) -> list[float]:

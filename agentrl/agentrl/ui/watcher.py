@@ -47,18 +47,21 @@ class Watcher:
 
     def look_at(self, run: OpenRun) -> _Watched:
         """Follow a run for the next half minute."""
-        known = self._watched.get(run.name)
-        if known is None or known.run is not run:
-            known = self._watched[run.name] = _Watched(run)
-        known.looked_at = time.monotonic()
+        known = self._watched.setdefault(run.name, _Watched(run))
+        if known.run is not run:  # it was opened again
+            known.run.close()
+        known.run, known.looked_at = run, time.monotonic()
         return known
 
     async def changes(self, run: OpenRun) -> AsyncIterator[None]:
         """Yield whenever the run has something new; ends with the server."""
-        seen = self.look_at(run).signature
+        known = self.look_at(run)
+        seen = known.signature
         while not self._ended.is_set():
-            if (now := self.look_at(run).signature) != seen:
-                seen = now
+            known = self._watched.setdefault(run.name, known)  # forgotten while the machine slept
+            known.looked_at = time.monotonic()
+            if known.signature != seen:
+                seen = known.signature
                 yield
             await asyncio.sleep(_PERIOD_S / 2)
 

@@ -16,6 +16,7 @@ from ui_pages import Recorded
 
 from agentrl.cli.main import main
 from agentrl.console.output import console
+from agentrl.history.sources import OpenRun
 from agentrl_tracer.store import Store
 
 Said = Callable[..., str]
@@ -59,6 +60,8 @@ def test_a_list_has_each_name_whole_at_80_columns_and_as_json(
     assert (first["name"], second["name"]) == (long, "short")
     assert (first["progress"]["step"], first["progress"]["steps"]) == (4, 4)
     assert (first["kind"], first["state"], first["model"]) == ("train", "finished", "agentrl-tiny")
+    assert first["folder"] == str(tmp_path / long)
+    assert first["created_at"] < first["ended_at"]
     assert first["held_out"][-1] == pytest.approx(3 / 6)
 
 
@@ -143,15 +146,31 @@ def test_export_writes_every_format(
     assert rows(said("export", run, "--format", "sft"))[0]["messages"]
     said("export", run, "--format", "pairs", "--output", file)
     assert rows(file.read_text())[0]["chosen"]
-    assert "needs a file" in said("export", run, "--format", "parquet", code=2)
     as_table = ("export", run, "--format", "parquet", "--output", file)
     parquet = pytest.importorskip("pyarrow.parquet")
     said(*as_table)
     table = parquet.read_table(file)
     assert table.num_rows == 32 + 18
     assert json.loads(table["calls"][0].as_py())[0]["response_ids"]
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setattr(OpenRun, "fill", lambda _: pytest.fail("takes minutes"))
+    assert "needs a file" in said("export", run, "--format", "parquet", code=2)
+    nowhere = tmp_path / "nowhere" / "out"
+    assert "there is no folder" in said("export", run, "--output", nowhere, code=2)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     assert "pip install pyarrow" in said(*as_table, code=2)
+
+
+@pytest.mark.parametrize("format", ["jsonl", "parquet", "sft", "pairs"])
+def test_a_wrong_condition_is_said_before_the_index_is_filled_or_a_file_changed(
+    recorded: Recorded, said: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
+) -> None:
+    file = tmp_path / "out"
+    file.write_text("precious")
+    export = ("export", recorded.root / "other", "--format", format, "--output", file, "--where")
+    assert "is not understood" in said(*export, "reward > 0 #", code=2)
+    monkeypatch.setattr(OpenRun, "fill", lambda _: pytest.fail("takes minutes"))
+    assert "'rewrd' is no column" in said(*export, "rewrd > 0", code=2)
+    assert file.read_text() == "precious"
 
 
 def test_prune_says_what_may_go_asks_and_keeps_what_is_needed(

@@ -14,6 +14,9 @@ from collections.abc import Callable
 
 import pytest
 
+from agentrl.console.output import print_json
+from agentrl.runs.excerpts import excerpt
+
 COLUMNS = 80
 PATH = f"/home/someone/{'a-folder-with-a-long-name/' * 5}run"
 PROGRAM = """
@@ -80,3 +83,9 @@ def test_errors_notes_logs_and_tracebacks_are_whole(run: Callable[[list[str]], s
     else:  # sentences wrap between words: only a path is wider than the terminal
         assert all(PATH in line for line in wide)
         assert all(len(line) <= len(PATH) + 30 for line in wide)
+
+
+def test_lone_surrogates_of_agents_are_replaced(capfd: pytest.CaptureFixture[str]) -> None:
+    print_json({"said": "a\ud800b"})
+    assert capfd.readouterr().out == '{"said": "a?b"}\n'
+    assert excerpt("a\udfffb") == "a\ufffdb"

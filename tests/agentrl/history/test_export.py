@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from call_records import make
 from ui_pages import Recorded, fill_indexes
 
 from agentrl.config.errors import ConfigError
-from agentrl.history.export import chat_of, chat_records, pair_records, rollout_records
+from agentrl.history.export import (
+    chat_of,
+    chat_records,
+    pair_records,
+    rollout_records,
+    write_parquet,
+)
 from agentrl.history.sources import OpenRun, Sources
 
 
@@ -72,3 +79,10 @@ def test_calls_of_every_protocol_become_chats() -> None:
         assert [one["role"] for one in chat["messages"]] == ["system", "user", "assistant"]
     assert chat_of(replace(call, response_id="cmpl-1", request={"prompt": "Once"})) is None
     assert chat_of(replace(call, response=None, request={"messages": []})) is None
+
+
+def test_lone_surrogates_are_replaced_in_parquet(run: OpenRun, tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    [record, *_] = rollout_records(run, "step == 4")
+    write_parquet([record | {"data": {"n": "a\ud800b"}}], tmp_path / "r.parquet")
+    assert parquet.read_table(tmp_path / "r.parquet")["data"][0].as_py() == '{"n": "a?b"}'

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sqlite3
 from pathlib import Path
 
 import pytest
 from starlette.testclient import TestClient
-from store_records import start_run
+from store_records import call_of, claimed, enqueue, start_run
 from ui_pages import fill_indexes, record_run, record_served
 
 from agentrl.config.errors import ConfigError
-from agentrl.history.index import find_served
-from agentrl.history.rollout_table import Query, find_rollouts
+from agentrl.history.index import Index, find_served
+from agentrl.history.rollout_table import Query, beside_in_table, find_rollouts
 from agentrl.history.sources import Sources
 from agentrl.ui.app import create_app
+from agentrl.ui.report import run_report
 from agentrl_tracer.schemas import Feedback
-from agentrl_tracer.store import Store
+from agentrl_tracer.store import Store, StoreError
 
 
 @pytest.fixture(autouse=True)
@@ -62,12 +64,73 @@ def test_what_changes_after_a_rollout_has_ended_is_indexed(tmp_path: Path) -> No
         ("reward", "compares nothing"),
         ("reward > -task", "is neither a column nor a number"),
         ("reward > __import__('os')", "is neither a column nor a number"),
+        ("reward > -1j", "where: "),
+        ("reward > 1e400 and task == 99999999999999999999", "where: "),
+        ("not " * 1_500 + "reward > 1", "where: "),
+        ("not " * 15_000 + "reward > 1", "where: is nested too deep"),
+        ("agent == '\ud800'", "where: "),
     ],
 )
 def test_a_wrong_expression_is_named(tmp_path: Path, where: str, said: str) -> None:
     record_served(tmp_path / "serve.db", 0)
     with contextlib.closing(Sources(tmp_path)) as sources, pytest.raises(ConfigError, match=said):
         find_rollouts(sources.served("serve.db").index, Query(where))
+
+
+@pytest.mark.parametrize("query", [Query(offset=2**70), Query(search="a\0b"), Query("task > -1j")])
+def test_a_place_or_a_search_that_cannot_be_is_named(tmp_path: Path, query: Query) -> None:
+    record_served(tmp_path / "serve.db", 0)
+    with contextlib.closing(Sources(tmp_path)) as sources:
+        served = sources.served("serve.db")
+        with pytest.raises(ConfigError, match="where: "):
+            beside_in_table(served.index, query, "r")
+        with pytest.raises(ConfigError, match="search: "):
+            find_served(served.store, served.index, "a\0b")
+
+
+def test_a_folder_made_again_under_the_same_name_is_another_run(tmp_path: Path) -> None:
+    record_run(tmp_path, "one")
+    with contextlib.closing(Sources(tmp_path)) as sources:
+        first = sources.open("one")
+        assert first.fill()
+        shutil.rmtree(tmp_path / "one")
+        record_run(tmp_path, "one")
+        while first.fill():  # as the watcher may, before a page is opened
+            pass
+        again = sources.open("one")
+        assert again.id != first.id
+        while again.fill():
+            pass
+        held, there = again.index.progress()
+        assert held == there > 0
+
+
+def test_words_of_a_rollout_that_ended_by_cancellation_are_found(tmp_path: Path) -> None:
+    with contextlib.closing(Store(str(tmp_path / "store.db"))) as store:
+        run_id = start_run(store)
+        claim = claimed(store)
+        with contextlib.closing(Index(tmp_path / "view.db", store, run_id)) as index:
+            index.fill()  # while it runs
+            said = {"messages": [{"role": "user", "content": "a walrus"}]}
+            store.write_calls("boot", [], [call_of(claim, "c", request=said)], 1)
+            store.cancel(run_id, "resumed", after_step=0)
+            enqueue(store, run_id, {"n": 8}, step=2)
+            while index.fill():
+                pass
+            [row] = find_rollouts(index, Query(search="walrus")).rows
+            assert (row["id"], row["status"]) == (claim.rollout_id, "cancelled")
+
+
+@pytest.mark.parametrize("damaged", [True, False])
+def test_an_index_that_cannot_be_written_is_named(tmp_path: Path, damaged: bool) -> None:
+    record_run(tmp_path, "one")
+    index = tmp_path / "one" / "view.db"
+    index.write_bytes(b"no database" * 1_000) if damaged else index.mkdir()
+    with TestClient(create_app(tmp_path)) as client:
+        page = client.get("/runs/one/rollouts")
+        assert (page.status_code, "must find room and be allowed" in page.text) == (503, True)
+    with pytest.raises(StoreError, match=r"view\.db: .*; this user must find room"):
+        run_report(tmp_path / "one")
 
 
 def test_served_calls_are_paged_newest_first_and_searched(tmp_path: Path) -> None:

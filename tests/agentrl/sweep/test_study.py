@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 from sweeps import opened, sweep_config
 
 from agentrl.config.commands import SweepConfig
 from agentrl.config.errors import ConfigError
 from agentrl.runs.folder import RunFolder
+from agentrl.sweep.loop import Sweep
 from agentrl.sweep.space import read_space
 from agentrl.sweep.study import SweepResults, check_packages, read_results, sweeps_in
 
@@ -71,3 +74,41 @@ def test_a_missing_package_and_a_damaged_study_are_named(tmp_path: Path) -> None
     assert sweeps_in(tmp_path) == ["bad"]
     with pytest.raises(ConfigError, match=r"bad/study.db cannot be read"):
         read_results(tmp_path, "bad")
+
+
+def test_a_sweep_that_is_just_starting_and_another_programs_study_are_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "new").mkdir()
+    optuna.create_study(storage=f"sqlite:///{tmp_path}/new/study.db", study_name="new")
+    with pytest.raises(ConfigError, match="a study of another program"):
+        read_results(tmp_path, "new")
+    folder = RunFolder(tmp_path / "new")
+    folder.lock()
+    with pytest.raises(ConfigError, match="just starting; look again"):
+        read_results(tmp_path, "new")
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(ConfigError, match=r"pip install 'agentrl-middleware\[sweep\]'"):
+        read_results(tmp_path, "new")
+
+
+@pytest.mark.parametrize(
+    ("metric", "kind", "said", "trials"),
+    [
+        ("loss", RuntimeError, "every trial fails.*mine-002 was never a finite", 3),
+        ("median", ConfigError, "mine-000 has no 'median'; it has loss, step", 1),
+    ],
+)
+def test_a_sweep_ends_where_trials_have_no_value_and_says_why(
+    tmp_path: Path, metric: str, kind: type[Exception], said: str, trials: int
+) -> None:
+    for number in range(4):
+        run = RunFolder(tmp_path / f"mine-{number:03d}")
+        run.root.mkdir()
+        run.summary.touch()  # it has ended
+        run.metrics.write_text('{"step": 1, "loss": null}\n')
+    how, folder = sweep_config(SPACE, metric=metric, trials=24), RunFolder(tmp_path / "mine")
+    study = opened(folder.root, how)
+    with pytest.raises(kind, match=said):
+        Sweep(folder, how, read_space(how), study, steps=9).run()
+    assert len(study.trials) == trials

@@ -91,7 +91,9 @@ def test_seeds_repeat_a_trial_and_a_sweep_that_is_ended_stops_its_trials_in_orde
     assert f"go on with:  agentrl sweep --config {sweep.file} --name small" in output
     assert not sweep.trainings()
 
-    output = sweep.start().communicate(timeout=300)[0]
+    again, refused = sweep.start(), sweep.start("small-000-0")
+    assert "small-000-0 is a run; give the sweep another" in refused.communicate()[0]
+    output = again.communicate(timeout=300)[0]
     [trial] = sweep.results().trials
     assert trial.state.name == "COMPLETE", output
     last = [[row["reward/mean"] for row in run.read_metrics()][-1] for run in runs]
@@ -101,18 +103,3 @@ def test_seeds_repeat_a_trial_and_a_sweep_that_is_ended_stops_its_trials_in_orde
     }  # fmt: skip
     recorded = [run.read_config()["run"] for run in runs]
     assert [(one["seed"], one["group"]) for one in recorded] == [(0, "small"), (1, "small")]
-    assert (
-        "small-000-0 is a run; give the sweep another"
-        in sweep.start("small-000-0").communicate()[0]
-    )
-
-
-def test_a_metric_that_runs_do_not_have_is_refused_with_those_that_they_have(
-    tmp_path: Path,
-) -> None:
-    sweep = SmallSweep(tmp_path, metric="reward/median", space={"learning.rank": [4]})
-    process = sweep.start()
-    output = process.communicate(timeout=200)[0]
-    assert process.returncode == 2
-    assert "sweep.metric: small-000 has no 'reward/median'; it has" in output
-    assert "reward/mean" in output

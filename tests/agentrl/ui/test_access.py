@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 from command_line import agentrl
+from starlette.types import Message, Scope
 from ui_browser import serve_pages
 from ui_pages import Recorded
+
+from agentrl.ui.access import TokenGate
 
 
 @pytest.fixture
@@ -61,3 +65,22 @@ def test_links_survive_a_restart_and_other_machines_need_the_operator_key(
         done = agentrl("ui", tmp_path, "--host", "0.0.0.0", "--port", "0", *key)
         assert done.returncode == 2
         assert "operator" in done.stderr
+
+
+def test_what_is_open_is_told_by_the_path_alone() -> None:
+    sent: list[Message] = []
+
+    async def app(scope, receive, send) -> None:
+        raise AssertionError("the gate let it through")
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def receive() -> Message:
+        return {"type": "http.request"}
+
+    for path in ("/runs/known", "//x/static/"):  # Starlette may take the start of a URL for a host
+        scope: Scope = {"type": "http", "method": "GET", "path": path, "query_string": b"",
+                        "headers": [(b"host", b"x/static/")], "server": None}  # fmt: skip
+        asyncio.run(TokenGate(app, "secret", 1)(scope, receive, send))
+    assert [one["status"] for one in sent if "status" in one] == [403, 403]

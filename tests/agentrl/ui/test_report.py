@@ -6,11 +6,14 @@ import shutil
 from pathlib import Path
 
 import pytest
-from ui_pages import HOSTILE, Recorded
+from store_records import record_answer
+from ui_pages import HOSTILE, Recorded, begun
 
 from agentrl.cli.report import report_command
 from agentrl.config.errors import ConfigError
 from agentrl.runs.folder import RunFolder
+from agentrl.ui.report import run_report
+from agentrl_tracer.schemas import Purpose
 
 
 def test_the_file_opens_alone_in_a_browser_and_draws(
@@ -39,6 +42,16 @@ def test_the_file_opens_alone_in_a_browser_and_draws(
     assert page.locator("a[href^='/']").count() == 0
     assert page.locator("details >> text=I am 14.").count() >= 1
     page.close()
+
+
+def test_without_evaluations_it_has_the_best_and_the_worst_rollout(tmp_path: Path) -> None:
+    with begun(tmp_path, "own", "train") as (store, run_id):
+        for step, said, reward in ((1, "old", 9.0), (2, "best", 1.0), (2, "worst", -1.0)):
+            record_answer(store, run_id, Purpose.TRAIN, step, ("Who?", f"the {said}"), reward)
+    text = run_report(tmp_path / "own")
+    assert "the best" in text[text.index("Step 2, train task 0: reward +1") :]
+    assert "the worst" in text[text.index("reward -1") :]
+    assert "the old" not in text
 
 
 def test_a_folder_that_is_not_there_is_named(recorded: Recorded, tmp_path: Path) -> None:

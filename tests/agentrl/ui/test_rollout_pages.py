@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from html import unescape
 from pathlib import Path
 
 from starlette.testclient import TestClient
-from store_records import call_of, claimed, enqueue
-from ui_pages import HOSTILE, LONG_LINE, TOOL_ANSWER, Recorded, fill_indexes
+from store_records import call_of, claimed, enqueue, record_answer
+from ui_pages import HOSTILE, LONG_LINE, TOOL_ANSWER, Recorded, begun, fill_indexes
 
-from agentrl.runs.folder import RunFolder
+from agentrl.history.rollout.vocabulary import Vocabulary
 from agentrl.ui.app import create_app
-from agentrl_tracer.schemas import AttemptState, Policies
-from agentrl_tracer.store import Store
+from agentrl_tracer.schemas import AttemptState, Purpose
 
 
 def _rollout(recorded: Recorded, name: str) -> str:
@@ -93,6 +91,38 @@ def test_a_group_shows_rewards_advantages_and_where_tokens_part(client: TestClie
     assert client.get(f"{recorded.run}/groups/none").status_code == 404
 
 
+def test_where_tokens_part_is_marked_wherever_it_is(tmp_path: Path) -> None:
+    with begun(tmp_path, "far", "train") as (store, run_id):
+        enqueue(store, run_id, {"n": 7}, 3, step=1)
+        for different, sampled in ((5, 11), (300, 12), (300, 13)):
+            claim = claimed(store)
+            ids = [10] * different + [sampled] + [10] * 400
+            call = call_of(claim, claim.attempt_id, response_ids=ids, response_logprobs=[-1.0])
+            store.write_calls("boot", [], [call], 1)
+            store.end_attempt(claim.attempt_id, AttemptState.SUCCEEDED)
+    fill_indexes(tmp_path)
+    with TestClient(create_app(tmp_path)) as client:
+        client.app.state.vocabularies.of = lambda _: Vocabulary(fault="no model")  # type: ignore
+        text = client.get("/runs/far/groups/g").text
+    assert "The first 7 tokens are the same for all 3" in text  # 2 of the prompt
+    assert re.findall("<mark> ([0-9]+)</mark>", text) == ["11", "12", "13"]
+    assert text.count('<span class="faint">from token 222 on: </span>') == 2
+
+
+def test_tasks_of_run_and_check_are_found_in_their_splits(tmp_path: Path) -> None:
+    with begun(tmp_path, "asked", "run") as (store, run_id):
+        rollout = record_answer(store, run_id, Purpose.EVAL, 0, ("Who?", "Me."), 0.5, split="run")
+    fill_indexes(tmp_path)
+    with TestClient(create_app(tmp_path)) as client:
+        for page in (f"rollouts/{rollout}", "rollouts", "groups/eval-0"):
+            [link] = re.findall(
+                r'href="([^"]+/tasks/[^"]+)"', client.get(f"/runs/asked/{page}").text
+            )
+            assert rollout in client.get(link).text, page
+        text = client.get(f"/runs/asked/rollouts/{rollout}").text
+        assert unescape(text[text.index("<summary>Task") :]).index('"n": 7') < 200
+
+
 def test_a_task_shows_its_answers_in_order_of_steps(client: TestClient, recorded) -> None:
     text = client.get(f"{recorded.run}/tasks/eval/1").text
     assert text.index("I am 13.") < text.index("the number after 12")
@@ -122,11 +152,7 @@ def test_the_table_has_a_column_for_each_named_reward(client: TestClient, record
 
 
 def test_of_many_calls_the_first_are_shown_and_the_rest_on_demand(tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path, "many", "train")
-    with contextlib.closing(Store(str(folder.store))) as store:
-        run_id = store.create_run("many", "train", {}, Policies(on_error="retry"))
-        folder.write(folder.run_id, run_id)
-        folder.write_json(folder.config, {})
+    with begun(tmp_path, "many", "train") as (store, run_id):
         enqueue(store, run_id, {"n": "\ud800"}, step=1)
         store.end_attempt(claimed(store).attempt_id, AttemptState.ERROR, error="ValueError: odd")
         claim = claimed(store)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import html
 import json
 import re
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,10 @@ import pytest
 from starlette.testclient import TestClient
 from ui_pages import Recorded, record_run
 
+from agentrl.history.sources import open_run
 from agentrl.runs.circumstances import note_failure, note_start
 from agentrl.runs.folder import RunFolder
+from agentrl.ui import watcher as watching
 from agentrl.ui.app import create_app
 from agentrl_tracer.store import Store
 
@@ -124,3 +128,28 @@ def test_ended_runs_are_not_opened_again_for_the_list(own: Recorded) -> None:
         assert client.get("/").text == before
         (own.root / "renamed" / "lock").touch()  # a resume
         assert "is not there, or does not hold the run" in client.get("/").text
+
+
+async def test_a_page_beside_a_run_that_was_opened_again_is_told_nothing(
+    own: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watching, "_PERIOD_S", 0.05)
+    watcher, told = watching.Watcher(), list[float]()
+    first, again = (open_run(RunFolder(own.root / "mine")) for _ in range(2))
+
+    async def live() -> None:
+        async for _ in watcher.changes(first):
+            told.append(time.monotonic())
+
+    watcher.start()
+    page = asyncio.create_task(live())
+    await asyncio.sleep(1.5)  # it is indexed
+    before = list(told)
+    for _ in range(5):
+        watcher.look_at(again)
+        await asyncio.sleep(0.2)
+    watcher.stop()
+    await page
+    assert told == before != []
+    for run in (first, again):
+        run.close()

@@ -13,6 +13,7 @@ from ui_browser import open_tab, serve_pages
 
 from agentrl.runs.folder import RunFolder
 from agentrl.ui.app import create_app
+from agentrl.ui.sweep_charts import sweep_charts
 from agentrl.ui.sweep_files import write_pictures
 
 
@@ -57,6 +58,24 @@ def test_the_file_to_share_has_everything_inside_and_nothing_hostile(tmp_path: P
     markup = re.sub("<script>.*?</script>", "", text, flags=re.S)
     assert not re.search("(src|href)=", markup)
     assert text.count("<tr data-trial=") == 12
+
+
+def test_a_study_that_cannot_be_read_is_named_beside_the_others(tmp_path: Path) -> None:
+    record_sweep(tmp_path)
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad/study.db").write_text("no database")
+    with TestClient(create_app(tmp_path)) as client:
+        text = client.get("/sweeps").text
+    assert "/sweeps/known" in text
+    assert "bad/study.db cannot be read" in text
+
+
+def test_settings_with_the_same_last_part_have_a_bar_each(tmp_path: Path) -> None:
+    found = record_sweep(tmp_path)
+    names = ["algorithm.ppo.clip_high_threshold", "algorithm.cispo.clip_high_threshold"]
+    found.importance = {names[0]: 0.5, names[1]: 0.3, "learning.rank": 0.2}
+    [chart] = [one for one in sweep_charts(found) if one["id"] == "importance"]
+    assert [row[0] for row in chart["rows"]] == [*names, "rank"]
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])

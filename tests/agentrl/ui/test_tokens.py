@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from html import unescape
 from typing import Any
 
 import numpy as np
@@ -113,6 +114,9 @@ def test_bytes_that_are_no_character_and_hostile_text_are_shown_escaped(
     calls: dict[str, Any],
 ) -> None:
     text = page(calls, "odd")
+    [first] = re.findall(r"<tbody>\n<tr><td>1</td><td>([^<]+)</td>", text)
+    assert unescape(first) == "<"
+    assert '<th scope="col">alternatives</th>' in text
     assert "<script>é" not in text
     assert "\u202e" not in text
     assert all(said in text for said in (r"\xc3", r"\x1b", "↵"))

@@ -88,7 +88,7 @@ def origin_of(call: Call, earlier: Sequence[Call]) -> tuple[Call | None, int]:
     return best
 
 
-def shared_length(sequences: Sequence[Sequence[int]]) -> int:
+def shared_length(sequences: Sequence[Sequence[int] | NDArray[Any]]) -> int:
     """Count the tokens at the start that all sequences have."""
     size = min(map(len, sequences), default=0)
     rows = np.array([one[:size] for one in sequences])

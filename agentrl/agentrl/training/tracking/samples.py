@@ -51,6 +51,8 @@ def _conversation(rollout: Rollout, calls: Sequence[Call]) -> str:
     told: list[list[Message]] = []
     lines: list[str] = []
     for call in calls:
+        if sum(map(len, lines)) >= _LONGEST:  # the others' messages would be cut off
+            break
         if call.attempt_id == rollout.winner:
             messages = conversation(call)
             new = messages[shown_before(messages, told) :]

@@ -163,7 +163,10 @@ def tokens_page(request: Request, found: _Found, color: str = "sampler", at: int
     color = color if color in known.columns else "sampler"
     values, columns = known.columns[color], _columns(known, start)
     rows = list(zip(*columns.values(), strict=True))
-    titles = ("\n".join(f"{k} {v}" for k, v in zip(columns, row, strict=True)) for row in rows)
+    titles = (
+        "\n".join(f"{k} {v}" for k, v in zip(columns, row, strict=True) if k != "text")
+        for row in rows
+    )
     pages = {"Previous": start - _PAGE, "Next": start + _PAGE}
     return _part(
         request, "token_view.html", run=source.current(), call=call, vocabulary=vocabulary,
@@ -179,11 +182,11 @@ def tokens_page(request: Request, found: _Found, color: str = "sampler", at: int
 def _columns(known: CallTokens, start: int) -> dict[str, Sequence[Any]]:
     """Return what is known of each token as text, by name."""
     columns: dict[str, Sequence[Any]] = {
-        "token": range(start + 1, start + 1 + len(known.ids)), "id": known.ids
+        "token": range(start + 1, start + 1 + len(known.ids)), "text": known.texts, "id": known.ids
     }  # fmt: skip
     for name, column in known.columns.items():
         columns[name] = [format(value, _SCALES[name].form) for value in column.tolist()]
-    return columns | ({"or": known.alternatives} if any(known.alternatives) else {})
+    return columns | ({"alternatives": known.alternatives} if any(known.alternatives) else {})
 
 
 def _vocabulary(request: Request, run: OpenRun) -> Vocabulary:

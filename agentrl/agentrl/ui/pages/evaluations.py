@@ -20,7 +20,6 @@ from agentrl.history.evaluations import (
     known_outcomes,
     pair,
     pass_at,
-    split_of,
     success,
 )
 from agentrl.history.sources import OpenRun
@@ -69,7 +68,6 @@ def evaluations_of(
         "run": run.current(),
         "found": found,
         "successes": successes,
-        "split": split_of(run),
         "before": before,
         "after": after,
         "by": by,
@@ -129,7 +127,7 @@ def compare_page(request: Request, run: Annotated[tuple[str, ...], Query()] = ()
     return page(
         request, "compare.html", names=names, all_names=sources(request).names(),
         settings=differences(runs), charts=_curves(runs), held_out=[one for one in newest if one],
-        split_of=split_of, evaluated_tasks=evaluated_tasks,
+        evaluated_tasks=evaluated_tasks,
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from functools import partial
 from itertools import takewhile
 from pathlib import Path
 
+import numpy as np
 from fastapi import APIRouter, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, Response
@@ -17,6 +18,7 @@ from starlette.responses import FileResponse, Response
 from agentrl.config.algorithm_options import table_of
 from agentrl.config.errors import ConfigError
 from agentrl.config.setting_names import recorded
+from agentrl.history.evaluations import task_data
 from agentrl.history.index import task_index
 from agentrl.history.rollout.conversation import Message, conversation
 from agentrl.history.rollout.tokens import shared_length
@@ -54,7 +56,7 @@ _CALLS, _CHARACTERS = 20, 100_000
 """Calls, and characters of their messages, that a page shows at once; the rest on demand."""
 _SIDE_BY_SIDE = 16
 _TOKENS = 160
-"""Tokens of a member that are shown from the first different one on."""
+"""Tokens of a member that are shown around the first that no other has."""
 
 
 @router.get("/runs/{name}/rollouts/{rollout_id}")
@@ -69,7 +71,7 @@ def rollout_page(
     table = Query(where, search, sort, offset=at)
     return page(
         request, "rollout.html", run=run.current(), rollout=rollout,
-        task=run.store.task(run.id, rollout.purpose, task_index(rollout)),
+        task=task_data(run, rollout.purpose, task_index(rollout)),
         task_index=task_index(rollout), reward=rollout_reward(rollout, trace.rewards),
         rewards=earned_by_name(rollout, trace.rewards),
         verdicts=Counter(verdict_of(call) or "no verdict yet" for call in trace.calls),
@@ -181,7 +183,7 @@ def group_page(request: Request, name: str, group_id: str, at: int = 0) -> Respo
         members=list(zip(
             shown, map(partial(_advantage, run), calls, computed),
             [call and chat_of(call, [prompt]) for call in calls],
-            _parted([ids[shared : shared + _TOKENS] for ids in tokens], vocabulary), strict=True,
+            _parted(tokens, shared, vocabulary), strict=True,
         )),
     )  # fmt: skip
 
@@ -192,15 +194,19 @@ def _shared_messages(chats: Sequence[Sequence[Message]]) -> list[Message]:
     return [said[0] for said in alike]
 
 
-def _parted(tokens: Sequence[Sequence[int]], vocabulary: Vocabulary) -> list[tuple[str, ...]]:
-    """Return each member's text before its first token that no other member has there, that token,
-    and what follows."""
-    found: list[tuple[str, ...]] = []
+def _parted(
+    tokens: Sequence[Sequence[int]], shared: int, vocabulary: Vocabulary
+) -> list[tuple[int, list[str]]]:
+    """Return the place where each member's text begins, after the shared tokens, and the text
+    before its first token that no other member has there, that token, and what follows."""
+    found: list[tuple[int, list[str]]] = []
+    whole = [np.array(ids) for ids in tokens]
     for at, ids in enumerate(tokens):
-        others = [*tokens[:at], *tokens[at + 1 :]]
-        place = max((shared_length([ids, other]) for other in others), default=0)
-        pieces = ids[:place], ids[place : place + 1], ids[place + 1 :]
-        found.append(tuple(vocabulary.text(piece) for piece in pieces))
+        others = [*whole[:at], *whole[at + 1 :]]
+        place = max((shared_length([whole[at], other]) for other in others), default=0)
+        start = max(shared, place - _TOKENS // 2)
+        pieces = ids[start:place], ids[place : place + 1], ids[place + 1 : start + _TOKENS]
+        found.append((start, [vocabulary.text(piece) for piece in pieces]))
     return found
 
 

@@ -7,11 +7,13 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from agentrl.config.errors import ConfigError
+from agentrl.history.evaluations import task_data
 from agentrl.history.rollout.conversation import Message, answered
 from agentrl.history.rollout.trace import longest_calls
 from agentrl.history.rollout_table import NAMES, Page, Query, Row, find_rollouts, of_task
 from agentrl.history.sources import OpenRun
 from agentrl.ui.views import page, run_of
+from agentrl_tracer.schemas import Purpose
 
 router = APIRouter()
 _PER_PAGE = 50
@@ -41,17 +43,17 @@ def rollouts_page(
     )  # fmt: skip
 
 
-@router.get("/runs/{name}/tasks/{split}/{index}")
-def task_page(request: Request, name: str, split: str, index: int, at: int = 0) -> Response:
+@router.get("/runs/{name}/tasks/{purpose}/{index}")
+def task_page(request: Request, name: str, purpose: Purpose, index: int, at: int = 0) -> Response:
     """Show how the answer to one task changed."""
     run = run_of(request, name)
-    task = run.store.task(run.id, split, index)
+    task = task_data(run, purpose, index)
     if task is None:
-        raise HTTPException(404, f"{name} has no task {split} {index}")
-    found = of_task(run.index, split, index, _PER_PAGE, max(at, 0))
+        raise HTTPException(404, f"{name} has no task {purpose} {index}")
+    found = of_task(run.index, purpose.value, index, _PER_PAGE, max(at, 0))
     return page(
-        request, "task.html", run=run.current(), split=split, index=index, task=task, found=found,
-        at=max(at, 0), per_page=_PER_PAGE, answers=_answers(run, found.rows),
+        request, "task.html", run=run.current(), purpose=purpose, index=index, task=task,
+        found=found, at=max(at, 0), per_page=_PER_PAGE, answers=_answers(run, found.rows),
     )  # fmt: skip
 
 

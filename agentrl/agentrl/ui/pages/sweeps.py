@@ -5,7 +5,8 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from agentrl.sweep.study import read_results, sweeps_in
+from agentrl.config.errors import ConfigError
+from agentrl.sweep.study import SweepResults, read_results, sweeps_in
 from agentrl.ui.sweep_charts import sweep_charts
 from agentrl.ui.views import page, sources
 
@@ -15,7 +16,14 @@ router = APIRouter()
 @router.get("/sweeps")
 def sweeps_page(request: Request) -> Response:
     root = sources(request).root
-    return page(request, "sweeps.html", sweeps=[read_results(root, one) for one in sweeps_in(root)])
+    found: list[SweepResults] = []
+    faults: list[str] = []
+    for name in sweeps_in(root):
+        try:
+            found.append(read_results(root, name))
+        except ConfigError as error:
+            faults.append(str(error))
+    return page(request, "sweeps.html", sweeps=found, faults=faults)
 
 
 @router.get("/sweeps/{name}")

@@ -23,12 +23,13 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 from peer import python_with
-from store_records import claimed, enqueue, record_answer
+from store_records import call_of, claimed, enqueue, record_answer
 
 from agentrl.config.commands import TrainConfig
 from agentrl.config.errors import ConfigError
 from agentrl.runs.folder import RunFolder
 from agentrl.runs.learning_curve import draw_learning_curve
+from agentrl.training.tracking import samples
 from agentrl.training.tracking.metrics_log import MetricsLog
 from agentrl.training.tracking.samples import samples_of
 from agentrl_tracer.schemas import AttemptState, Purpose
@@ -153,6 +154,23 @@ def test_samples_are_few_and_short_with_the_advantage_that_trained_or_why_a_roll
     assert {len(str(row["messages"])) for row in rows[2:]} == {4000}
     [failed] = samples_of(folder, store, run_id, 2)
     assert (failed["reward"], failed["messages"]) == (None, "timeout")
+
+
+def test_a_sample_of_many_calls_is_read_as_far_as_it_is_shown(
+    folder: RunFolder, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_id = store.create_run("hello", "train", {})
+    enqueue(store, run_id, {"n": 1}, step=1)
+    claim = claimed(store)
+    requests = [{"prompt": f"{number} {'x' * 1000}"} for number in range(100)]
+    calls = [call_of(claim, f"c{n:03d}", request=one) for n, one in enumerate(requests)]
+    store.write_calls("boot", [], calls, 1)
+    store.end_attempt(claim.attempt_id, AttemptState.SUCCEEDED)
+    read = Mock(side_effect=samples.conversation)
+    monkeypatch.setattr(samples, "conversation", read)
+    [row] = samples_of(folder, store, run_id, 1)
+    assert len(str(row["messages"])) == 4000
+    assert read.call_count < 10
 
 
 def test_a_tracker_that_fails_ends_no_run(folder: RunFolder, tell: Tell) -> None:
