@@ -251,10 +251,11 @@ class CallStore(VerdictStore, RewardStore):
         place = sa.tuple_(t.calls.c.started_at, t.calls.c.id)
         query = sa.select(*_SHORT_BODIES).where(t.calls.c.run_id.is_(None)).limit(limit)
         if before is not None:
-            query = query.where(place < before)
+            query = query.where(place < before, t.calls.c.started_at <= before[0])
         if after is not None:
-            query = query.where(place > after)
-        order = (t.calls.c.started_at, t.calls.c.id)
+            query = query.where(place > after, t.calls.c.started_at >= after[0])
+        # With run_id, which is always null here, PostgreSQL sees that the index has this order.
+        order = (t.calls.c.run_id, t.calls.c.started_at, t.calls.c.id)
         query = query.order_by(*(order if after else (column.desc() for column in order)))
         return [_call(row) for row in self.db.fetch_rows(query)]
 
