@@ -71,8 +71,8 @@ def open_engine(url: str, *, read_only: bool = False) -> sa.Engine:
             return sa.create_engine(url, pool_pre_ping=True, connect_args=wanted, **codec)
         engine = sa.create_engine(url, connect_args={"check_same_thread": False}, **codec)
     except ModuleNotFoundError as error:
-        install = "pip install 'psycopg[binary]'"
-        raise StoreError(f"store: {error.name} is not installed: {install}") from error
+        needs = f"PostgreSQL needs {error.name}, which is not installed"
+        raise StoreError(f"store: {needs}: pip install 'psycopg[binary]'") from error
     except (ArgumentError, NoSuchModuleError, ValueError) as error:
         raise StoreError(
             "store: must be a path, or a URL like postgresql://user@host/database"
