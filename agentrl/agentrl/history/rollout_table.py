@@ -75,9 +75,9 @@ def find_rollouts(index: Index, query: Query) -> Page:
     return Page([{**row, "rewards": json.loads(row["rewards"])} for row in found], total[0])
 
 
-def of_task(index: Index, split: str, task: int, limit: int, offset: int) -> Page:
+def of_task(index: Index, purpose: str, task: int, limit: int, offset: int) -> Page:
     """Return a page of the rollouts of one task in order of their steps."""
-    where = f"purpose == {split!r} and task == {task}"
+    where = f"purpose == {purpose!r} and task == {task}"
     return find_rollouts(index, Query(where, sort="step", limit=limit, offset=offset))
 
 

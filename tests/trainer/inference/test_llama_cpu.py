@@ -54,9 +54,27 @@ def test_it_works_with_a_torch_without_the_private_operations(engine_of, monkeyp
     base = as_base(qwen3())
     plain = copy.deepcopy(base.model)
     engine = engine_of(base)
+    assert engine.strategy == "llama cpu"
     assert not can_pack(base.model)
     answer = Asked(engine, list(range(20)), SampleParams(max_tokens=8)).one()
     assert worst_difference(plain, list(range(20)), answer) < 1e-5
+
+
+@pytest.mark.skipif(
+    not torch.backends.cpu.get_cpu_capability().startswith("AVX"),
+    reason="oneDNN packs nothing here",
+)
+def test_weights_are_packed_when_they_are_used(engine_of, monkeypatch) -> None:
+    monkeypatch.setattr(llama_cpu, "can_pack", lambda _: True)
+    monkeypatch.setattr(llama_cpu, "_PACK_FROM_PRODUCTS", 0)  # so that small ones are worth it
+    base = as_base(qwen3())
+    plain = copy.deepcopy(base.model)
+    engine = engine_of(base)
+    products = engine._scheduler.forward.base_products
+    assert not any("packed" in vars(product) for product in products), "the trial's are freed"
+    answer = Asked(engine, list(range(20)), SampleParams(max_tokens=8)).one()
+    assert worst_difference(plain, list(range(20)), answer) < 1e-5
+    assert any("packed" in vars(product) for product in products)
 
 
 def test_an_adapter_of_some_layers_comes_and_goes(engine, base, tmp_path: Path) -> None:

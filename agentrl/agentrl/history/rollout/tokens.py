@@ -21,10 +21,11 @@ _LARGEST = 80.0  # of a difference, whose exponential is a float32
 class CallTokens:
     """Some tokens of a call's answer.
 
-    ``columns`` have a value for each token, those left out that nobody knows: log-probs of
-    ``sampler`` and ``trainer``; their ``ratio``, trainer to sampler, at the temperature that the
-    token was sampled at; ``advantage``; adapter ``version`` (-1: unknown). ``alternatives`` are the
-    likeliest tokens in each place with their log-probs, where the agent asked for them.
+    Each of ``columns`` has a value for every token; a column that is not known is missing. They are
+    the log-probs of ``sampler`` and ``trainer``, their ``ratio`` (trainer to sampler, at the
+    temperature of sampling), the ``advantage``, and the adapter ``version`` (-1: unknown).
+    ``alternatives`` names the likeliest tokens in each place with their log-probs, if the agent
+    asked for them.
     """
 
     ids: list[int]
