@@ -227,12 +227,15 @@ class Session:
             on_wait: receives, now and then, what is starting.
 
         Raises:
-            RuntimeError: it cannot start, keeps dying or takes too long, or vLLM; quotes the end of
-                the log.
+            RunError: it cannot start, keeps dying or takes too long; quotes the end of the log.
+            RuntimeError: the vLLM that the run samples from is not up in time, or is not fit.
         """
         if self._vllm:
             self._vllm.wait(on_wait)
-        return self.gateway.wait_ready(on_wait)
+        try:
+            return self.gateway.wait_ready(on_wait)
+        except RuntimeError as error:
+            raise RunError(str(error)) from error
 
     def publish(
         self, name: str, version: int, path: str, step: int, on_trouble: Callable[[str], None]

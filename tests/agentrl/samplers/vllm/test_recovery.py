@@ -243,7 +243,7 @@ def test_a_publication_that_is_refused_for_good_ends_the_run(
     server.refusal = (500, "out of memory")
     with session_with(tmp_path, server.url) as running:
         running.wait_ready(print)
-        with pytest.raises(RuntimeError) as refused:
+        with pytest.raises(session.RunError) as refused:
             running.publish("policy", 1, "/adapters/1", 1, on_trouble)
     assert len(told) == 1
     assert "policy@1 is not published yet" in told[0]
@@ -299,7 +299,7 @@ def test_a_run_says_what_it_waits_for_and_ends_without_it(
     monkeypatch.setattr(timing, "LONGEST_PAUSE_S", 0.5)
     told: list[str] = []
     with session_with(tmp_path, nowhere, vllm_wait=4) as running:
-        with pytest.raises(RuntimeError, match=r"sampler\.vllm\.wait is 4 s"):
+        with pytest.raises(session.RunError, match=r"sampler\.vllm\.wait is 4 s"):
             running.wait_ready(told.append)
         assert running.gateway.restarts == 0
     assert any(f"no vLLM server is ready at {nowhere}" in message for message in told), told
