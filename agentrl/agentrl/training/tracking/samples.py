@@ -58,4 +58,5 @@ def _conversation(rollout: Rollout, calls: Sequence[Call]) -> str:
             new = messages[shown_before(messages, told) :]
             lines += [f"{message.role}: {message.said}" for message in new]
             told.append(messages)
-    return "\n".join(lines)[:_LONGEST] if rollout.winner else rollout.reason or rollout.state
+    text = "\n".join(lines) if rollout.winner else rollout.reason or rollout.state
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
