@@ -94,8 +94,9 @@ async def test_what_the_database_refuses_fails_alone(
 
 @pytest.mark.parametrize("store", ["sqlite"], indirect=True)
 async def test_a_turns_calls_are_one_commit_on_the_event_loop(
-    store: Store, claim: Claim, writer: TraceWriter
+    store: Store, claim: Claim, writer: TraceWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("agentrl_tracer.store.writer._SLOW_S", 60)  # the machine may be busy
     commits: list[tuple[str, int, int]] = []
     write_calls = store.write_calls
 
@@ -124,3 +125,21 @@ async def test_a_turns_calls_are_one_commit_on_the_event_loop(
     writer.open(call_of(claim, "marked", state=CallState.OPEN))
     await asyncio.sleep(0.1)
     assert store.accounting(claim.run_id).recorded == 304
+
+
+@pytest.mark.parametrize("store", ["sqlite"], indirect=True)
+async def test_after_a_slow_commit_the_thread_writes(
+    store: Store, claim: Claim, writer: TraceWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+    write_calls = store.write_calls
+
+    def watched(*args: Any, **options: Any) -> Any:
+        names.append(threading.current_thread().name)
+        return write_calls(*args, **options)
+
+    store.write_calls = watched
+    monkeypatch.setattr("agentrl_tracer.store.writer._SLOW_S", 0)
+    for name in ("a", "b"):
+        assert await writer.finish(call_of(claim, name)) is AttemptState.RUNNING
+    assert names == ["MainThread", "trace-writer"]
