@@ -26,7 +26,7 @@ def sweep_command(*tokens: Tokens) -> None:
     sweep that was ended, even by kill -9, goes on if it is started again with the same --name.
     """
     config = load(SweepConfig, tokens)
-    check_packages(config.sweep.sampler)
+    check_packages(config.sweep)
     space = read_space(config)
     if config.sweep.metric.startswith("eval/") and config.evaluation.tasks is None:
         raise ConfigError(

@@ -51,13 +51,16 @@ class SweepSettings(Table):
     """Trials of the sweep, the failed ones included."""
     parallel: Count = 1
     """Trials that run at the same time; they share the CPU cores."""
+    ray: Annotated[dict[str, Positive], BeforeValidator(from_json)] | None = None
+    """Run each trial as a job of a Ray cluster, with these resources: { CPU = 4, GPU = 1 }. By
+    default trials run on this machine."""
     metric: Annotated[str, Field(min_length=1)] = "eval/accuracy"
     """The metric to optimize, as its last value in a run; docs/metrics.md lists them."""
     direction: Literal["maximize", "minimize"] = "maximize"
     """Whether more of the metric is better, or less."""
     sampler: Literal["tpe", "grid", "random", "gp", "cmaes"] = "tpe"
-    """What chooses the values: Optuna's sampler of that name. gp needs scipy, cmaes the package
-    cmaes, and grid a list for every setting."""
+    """What chooses the values: Optuna's sampler of that name. grid needs a list for each
+    setting."""
     pruner: Literal["none", "asha", "median"] = "none"
     """What stops hopeless trials early, by the metric's values so far: asha keeps the best third at
     each rung of steps, median stops what is worse than the median of earlier trials."""

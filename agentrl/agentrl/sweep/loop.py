@@ -101,7 +101,7 @@ class Sweep:
         from optuna.trial import TrialState
 
         how, config = self.config, self.folder.root / "trials" / f"{trial.number:03d}.toml"
-        cores = how.model.cores or max(1, available_cores() // how.sweep.parallel)
+        cores = how.model.cores or self._cores()
         own = {"model.cores": cores, "run.group": how.run.group or self.folder.name}
         self._write(config, own | trial.params)
         name, seeds = f"{self.folder.name}-{trial.number:03d}", how.sweep.seeds
@@ -139,7 +139,8 @@ class Sweep:
             if starts == _MOST_STARTS:
                 raise _FailedError(f"its process was ended {starts} times; see {log}")
             starts += 1
-            with start_training(run, config, self.config.run.seed + seed, log) as process:
+            number, job = self.config.run.seed + seed, self._ray_job()
+            with start_training(run, config, number, log, job) as process:
                 try:
                     self._watch(process, trial, run, judged=seed == 0)
                 finally:
@@ -154,6 +155,18 @@ class Sweep:
         if metric in names:
             raise _FailedError(f"{metric} of {run.name} was never a finite number")
         raise ConfigError(f"sweep.metric: {run.name} has no {metric!r}; it has {', '.join(names)}")
+
+    def _cores(self) -> int:
+        if self.config.sweep.ray is not None:
+            return max(1, int(self.config.sweep.ray.get("CPU", 1)))
+        return max(1, available_cores() // self.config.sweep.parallel)
+
+    def _ray_job(self) -> dict[str, Any] | None:
+        """Return what a training as a Ray job needs; None if trainings stay on this machine."""
+        if self.config.sweep.ray is None:
+            return None
+        shared = (self.config.run.store or "").startswith("postgresql")
+        return {"resources": self.config.sweep.ray, "nodes_share_store": shared}
 
     def _watch(self, process: Popen[bytes], trial: Trial, run: RunFolder, *, judged: bool) -> None:
         """Wait for the end of a process; report the metric of a run that is ``judged``.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.config.commands import SweepConfig
 from agentrl.config.errors import ConfigError
+from agentrl.config.training_settings import SweepSettings
 from agentrl.runs.folder import RunFolder
 from agentrl.runs.recorded import shown
 from agentrl.sweep.space import Space, trial_settings
@@ -21,24 +22,21 @@ if TYPE_CHECKING:
 BEST = "best.toml"
 _STUDY = "study.db"
 _EXTRA = "'agentrl-middleware[sweep]'"
-_NEEDS = {"gp": ["scipy"], "cmaes": ["cmaes"]}
 _HALVING = 3
 _ENOUGH = 5
 """Complete trials, from which importance can be told."""
 
 
-def check_packages(sampler: str) -> None:
+def check_packages(how: SweepSettings) -> None:
     """Refuse to begin without the packages that a sweep needs.
 
     Raises:
         ConfigError: one is not installed; says what installs it.
     """
-    own = _NEEDS.get(sampler, [])
-    if missing := [one for one in ("optuna", "tomli_w", *own) if find_spec(one) is None]:
-        raise ConfigError(
-            f"sweep.sampler: a sweep with {sampler} needs {', '.join(missing)}: "
-            f"pip install {' '.join([_EXTRA, *own])}"
-        )
+    if any(find_spec(one) is None for one in ("optuna", "tomli_w", "scipy", "cmaes")):
+        raise ConfigError(f"sweep: it needs Optuna and its samplers: pip install {_EXTRA}")
+    if how.ray is not None and find_spec("ray") is None:
+        raise ConfigError("sweep.ray: Ray is not installed: pip install ray")
 
 
 def open_study(folder: RunFolder, config: SweepConfig, steps: int) -> Study:

@@ -7,7 +7,9 @@ import os
 import signal
 import statistics
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_gateway import until
@@ -16,6 +18,7 @@ from training_run import wait_for
 
 from agentrl.runs.folder import RunFolder
 from agentrl.runs.recorded import open_store
+from agentrl.sweep import ray_job
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -24,10 +27,26 @@ def steps_of(folder: RunFolder) -> list[int]:
     return [row["step"] for row in folder.read_metrics() if "reward/mean" in row]
 
 
-def test_nothing_is_lost_or_made_twice_when_sweep_and_trials_are_killed(tmp_path: Path) -> None:
+@pytest.fixture(params=["here", "ray"])
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Where trials are trained: on this machine, or as jobs of a Ray cluster."""
+    if request.param == "here":
+        yield {}
+        return
+    cluster_utils = pytest.importorskip("ray.cluster_utils")
+    head = {"num_cpus": 2, "object_store_memory": 80 << 20, "include_dashboard": False}
+    cluster = cluster_utils.Cluster(initialize_head=True, head_node_args=head)
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    yield {"ray": {"CPU": 1}}
+    cluster.shutdown()
+
+
+def test_nothing_is_lost_or_made_twice_when_sweep_and_trials_are_killed(
+    tmp_path: Path, place: dict[str, Any]
+) -> None:
     sweep = SmallSweep(
         tmp_path, "slow", metric="calls", sampler="grid", trials=10, pruner="asha",
-        space={"rollouts.group_size": [2, 3, 4]},
+        space={"rollouts.group_size": [2, 3, 4]}, **place,
     )  # fmt: skip
     runs = [RunFolder(sweep.root / f"small-{number:03d}") for number in range(3)]
     process = sweep.start()
@@ -73,6 +92,23 @@ def test_nothing_is_lost_or_made_twice_when_sweep_and_trials_are_killed(tmp_path
     assert "agentrl train --config" in output
     assert (sweep.root / "small/sweep.png").read_bytes().startswith(b"\x89PNG")
     assert "<h1>small</h1>" in (sweep.root / "small/sweep.html").read_text()
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning")  # Ray's
+def test_nodes_that_cannot_share_the_store_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ray = pytest.importorskip("ray")
+    cluster = pytest.importorskip("ray.cluster_utils").Cluster()
+    for _ in range(2):
+        cluster.add_node(num_cpus=1, object_store_memory=80 << 20, include_dashboard=False)
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    try:
+        assert ray_job.main({"resources": {"CPU": 1}, "nodes_share_store": False}, []) == 1
+        assert "error: run.store: the Ray cluster has 2 nodes" in capfd.readouterr().out
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
 
 
 def test_seeds_repeat_a_trial_and_a_sweep_that_is_ended_stops_its_trials_in_order(
