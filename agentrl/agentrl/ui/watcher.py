@@ -9,8 +9,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from agentrl.history.sources import OpenRun
 from agentrl_tracer.store import StoreError
@@ -28,6 +29,9 @@ class _Watched:
     looked_at: float = field(default_factory=time.monotonic)
     signature: tuple[object, ...] = ()
     """Differs whenever the run has something new."""
+    overview: dict[str, Any] = field(default_factory=dict)
+    overview_of: tuple[object, ...] = ()  # the signature that it was made at
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class Watcher:
@@ -52,6 +56,16 @@ class Watcher:
             known.run.close()
         known.run, known.looked_at = run, time.monotonic()
         return known
+
+    def overview(self, run: OpenRun, make: Callable[[OpenRun], dict[str, Any]]) -> dict[str, Any]:
+        """Return ``make(run)``, made once for all pages that follow a run, until it changes."""
+        known = self._watched.get(run.name)
+        if known is None or known.run is not run or not known.signature:
+            return make(run)
+        with known.lock:
+            if known.overview_of != (now := known.signature):
+                known.overview, known.overview_of = make(run), now
+            return known.overview
 
     async def changes(self, run: OpenRun) -> AsyncIterator[None]:
         """Yield whenever the run has something new; ends with the server."""

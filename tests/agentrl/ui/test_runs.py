@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from ui_pages import Recorded, record_run
 from agentrl.history.sources import open_run
 from agentrl.runs.circumstances import note_failure, note_start
 from agentrl.runs.folder import RunFolder
+from agentrl.runs.recorded import open_store
 from agentrl.ui import watcher as watching
 from agentrl.ui.app import create_app
 from agentrl_tracer.store import Store
@@ -153,3 +155,27 @@ async def test_a_page_beside_a_run_that_was_opened_again_is_told_nothing(
     assert told == before != []
     for run in (first, again):
         run.close()
+
+
+async def test_pages_that_follow_a_run_share_its_overview_until_it_changes(
+    own: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watching, "_PERIOD_S", 0.05)
+    watcher, run = watching.Watcher(), open_run(RunFolder(own.root / "mine"))
+    made = list[int]()
+
+    def overview(_: object) -> dict[str, Any]:
+        made.append(len(made))
+        return {"made": made[-1]}
+
+    assert [watcher.overview(run, overview)["made"] for _ in range(2)] == [0, 1]  # no one follows
+    watcher.start()
+    changes = watcher.changes(run)
+    await anext(changes)  # it is indexed
+    assert {watcher.overview(run, overview)["made"] for _ in range(10)} == {2}
+    with closing(open_store(RunFolder(own.root / "mine"))[0]) as store:
+        store.end_run(run.id, "failed")
+    await anext(changes)
+    assert watcher.overview(run, overview)["made"] == 3
+    watcher.stop()
+    run.close()

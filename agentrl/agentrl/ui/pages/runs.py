@@ -39,7 +39,8 @@ def run_page(request: Request, name: str) -> Response:
     run = run_of(request, name)
     resume = f"agentrl train --resume {shown(run.folder.root)}" if run.folder.exists() else ""
     return page(
-        request, "run.html", **overview(run), how_to_resume=resume,
+        request, "run.html", **request.app.state.watcher.overview(run, overview),
+        how_to_resume=resume,
         settings=flattened(run.folder.read_config()), surroundings=circumstances(run.folder),
         notes=read_notes(run.folder),
     )  # fmt: skip
