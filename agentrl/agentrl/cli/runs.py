@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
 from cyclopts import App, Parameter
+from cyclopts.validators import Number
 from rich.console import Console
 
 from agentrl.config.errors import ConfigError
@@ -40,7 +41,7 @@ Sort = Annotated[
     str, _OPTION, Parameter(help="A column; - in front: largest first.", allow_leading_hyphen=True)
 ]
 AsJson = Annotated[bool, _OPTION, Parameter(name="--json", help="One JSON object a line.")]
-Limit = Annotated[int, Parameter(help="How many at most; 0 is all.")]
+Limit = Annotated[int, Parameter(help="How many at most; 0 is all.", validator=Number(gte=0))]
 Served = Annotated[bool, _OPTION, Parameter(help="What `agentrl serve` recorded.")]
 ServedStore = Annotated[str, Parameter(help="Where it recorded: `run.store` of the server.")]
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.config.commands import SweepConfig
 from agentrl.config.errors import ConfigError
+from agentrl.config.setting_names import flattened
 from agentrl.config.training_settings import SweepSettings
 from agentrl.runs.folder import RunFolder
 from agentrl.runs.recorded import shown
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 BEST = "best.toml"
 _STUDY = "study.db"
-_EXTRA = "'agentrl-middleware[sweep]'"
+_PACKAGES = "optuna scipy cmaes tomli-w"
 _HALVING = 3
 _ENOUGH = 5
 """Complete trials, from which importance can be told."""
@@ -34,7 +35,7 @@ def check_packages(how: SweepSettings) -> None:
         ConfigError: one is not installed; says what installs it.
     """
     if any(find_spec(one) is None for one in ("optuna", "tomli_w", "scipy", "cmaes")):
-        raise ConfigError(f"sweep: it needs Optuna and its samplers: pip install {_EXTRA}")
+        raise ConfigError(f"sweep: it needs Optuna and its samplers: pip install {_PACKAGES}")
     if how.ray is not None and find_spec("ray") is None:
         raise ConfigError("sweep.ray: Ray is not installed: pip install ray")
 
@@ -61,11 +62,13 @@ def open_study(folder: RunFolder, config: SweepConfig, steps: int) -> Study:
     study.sampler = _sampler(config, config.run.seed + len(study.get_trials(deepcopy=False)))
     fixed = how.model_dump(mode="json", include={"metric", "direction", "seeds", "space"})
     fixed["settings"] = trial_settings(config, {})
-    known = study.user_attrs.get("fixed", fixed)
-    if changed := [name for name in fixed if known[name] != fixed[name]]:
+    known, now = flattened(study.user_attrs.get("fixed", fixed)), flattened(fixed)
+    if changed := [name for name in known | now if known.get(name) != now.get(name)]:
+        had = known.get(changed[0], "no value")
+        name = f"sweep.{changed[0]}".removeprefix("sweep.settings.")
         raise ConfigError(
-            f"name: the {changed[0]} of the sweep {folder.name!r} cannot change: it had "
-            f"{known[changed[0]]!r}. Give the new sweep another --name"
+            f"{name}: cannot change in the sweep {folder.name!r}, which has {had!r}. Give the new "
+            "sweep another --name"
         )
     study.set_user_attr("fixed", fixed)
     whole_grid = math.prod(map(len, how.space.values())) if how.sampler == "grid" else math.inf
@@ -119,7 +122,7 @@ def read_results(root: Path, name: str) -> SweepResults:
     try:
         import optuna
     except ImportError as error:
-        raise ConfigError(f"sweep: {file} is read with Optuna: pip install {_EXTRA}") from error
+        raise ConfigError(f"sweep: {file} is read with Optuna: pip install {_PACKAGES}") from error
     starting = "the sweep is just starting; look again in a moment"
     try:
         optuna.logging.set_verbosity(optuna.logging.ERROR)

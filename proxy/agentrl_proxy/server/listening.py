@@ -5,6 +5,7 @@ A gateway without an operator key listens on this machine only.
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import socket
 
@@ -16,7 +17,7 @@ def bind(host: str, port: int, *, operator_key: str | None) -> socket.socket:
 
     Raises:
         ValueError: the host is reachable from other machines and there is no operator key.
-        OSError: the port is taken.
+        OSError: the port is taken, or the address is not this machine's.
     """
     if operator_key is None and not is_loopback(host):
         raise ValueError(
@@ -26,7 +27,14 @@ def bind(host: str, port: int, *, operator_key: str | None) -> socket.socket:
     v6 = ":" in host
     family = socket.AF_INET6 if v6 else socket.AF_INET
     # No child inherits it: runners' children must not hold the port.
-    return socket.create_server((host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=v6)
+    try:
+        place = (host, port)
+        return socket.create_server(place, family=family, backlog=_BACKLOG, dualstack_ipv6=v6)
+    except OSError as error:
+        why = "is in use; port 0 takes a free one"
+        if error.errno != errno.EADDRINUSE:
+            why = f"cannot be listened on: {error.strerror}"
+        raise OSError(f"{host}:{port} {why}") from error
 
 
 def is_loopback(host: str) -> bool:

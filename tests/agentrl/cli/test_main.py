@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -106,3 +107,27 @@ def test_windows_is_refused_with_a_sentence_that_names_wsl(
     code, said = cli("runs", "list")
     assert code == 2
     assert "WSL" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["ui", "nowhere"], "error: runs: there is no folder 'nowhere'"),
+        (["ui", ".", "--port", "99999"], "Must be <= 65535"),
+        (["runs", "rollouts", "runs/any", "--limit", "-3"], "Must be >= 0"),
+    ],
+)
+def test_what_no_command_can_do_is_refused_in_a_sentence(
+    cli: Cli, arguments: list[str], said: str
+) -> None:
+    code, shown = cli(*arguments)
+    assert code == 2
+    assert said in shown
+    assert "Traceback" not in shown
+
+
+def test_a_port_in_use_is_named_with_a_way_out(cli: Cli, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        _, shown = cli("ui", str(tmp_path), "--port", str(port))
+    assert f"error: host/port: 127.0.0.1:{port} is in use; port 0 takes a free one" in shown

@@ -54,10 +54,10 @@ def test_a_study_that_is_opened_again_chooses_other_values(tmp_path: Path, sampl
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"metric": "reward/mean"}, "the metric"),
-        ({"seeds": 2}, "the seeds"),
-        ({"space": {"learning.rank": [4]}}, "the space"),
-        ({"steps": 10}, "the settings"),
+        ({"metric": "reward/mean"}, "sweep.metric: "),
+        ({"seeds": 2}, "sweep.seeds: "),
+        ({"space": {"learning.rank": [4]}}, "sweep.space.learning.rank: "),
+        ({"steps": 10}, "run.steps: .*has 9"),
     ],
 )
 def test_a_sweep_over_something_else_needs_another_name(
@@ -73,7 +73,7 @@ def test_a_missing_package_and_a_damaged_study_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agentrl.sweep.study.find_spec", {"scipy": None}.get)
-    with pytest.raises(ConfigError, match=r"sweep: .*pip install 'agentrl-middleware\[sweep\]'"):
+    with pytest.raises(ConfigError, match=r"sweep: .*pip install optuna"):
         check_packages(sweep_config(SPACE).sweep)
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad/study.db").write_text("no database")
@@ -94,7 +94,7 @@ def test_a_sweep_that_is_just_starting_and_another_programs_study_are_told_apart
     with pytest.raises(ConfigError, match="just starting; look again"):
         read_results(tmp_path, "new")
     monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(ConfigError, match=r"pip install 'agentrl-middleware\[sweep\]'"):
+    with pytest.raises(ConfigError, match=r"pip install optuna"):
         read_results(tmp_path, "new")
 
 

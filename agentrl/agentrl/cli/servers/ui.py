@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
+from cyclopts.validators import Number
 
 from agentrl.config.errors import ConfigError
 from agentrl.config.secrets import store_url, without_password
@@ -28,7 +29,9 @@ def ui_command(
             "password in the environment."
         ),
     ] = None,
-    port: Annotated[int, Parameter(help="Port; 0 takes a free one.")] = 8377,
+    port: Annotated[
+        int, Parameter(help="Port; 0 takes a free one.", validator=Number(gte=0, lte=65535))
+    ] = 8377,
     host: Annotated[
         str, Parameter(help="Address to listen on; any but loopback needs --operator-key.")
     ] = "127.0.0.1",
@@ -50,6 +53,8 @@ def ui_command(
         Store(store_url(url), patience_s=_PATIENCE_S).close()  # says at once what is wrong
     shown = without_password(runs) if "://" in runs else str(Path(runs).absolute())
     folder = cache_folder(shown) if "://" in runs else Path(runs)
+    if not stores and not folder.is_dir():
+        raise ConfigError(f"runs: there is no folder {runs!r}; `agentrl train` makes one of runs")
     try:
         listening = bind(host, port, operator_key=operator_key)
     except (ValueError, OSError) as error:
