@@ -85,6 +85,9 @@ class GatewayDependencies:
     """None: the base model."""
     provider_models: Mapping[str, ProviderModel] = field(default_factory=dict[str, ProviderModel])
     """Requested model name → a provider's model: recorded, never trained."""
+    leave_out_tools: bool = False
+    """Whether tools that only a provider runs (web search) are left out of requests in the
+    Responses and Messages APIs, and noted on the call; else the request is refused."""
     operator_key: str | None = None
     """None: anyone who reaches the port may sample outside rollouts; only on loopback."""
     allowed_hosts: Sequence[str] = ()

@@ -129,7 +129,8 @@ class Handlers:
         return await self._answer(request, partial(completion_parts, self.deps))
 
     async def responses(self, request: Request) -> Response:
-        read = partial(translated_parts, responses_as_chat)
+        as_chat = partial(responses_as_chat, leave_out=self.deps.leave_out_tools)
+        read = partial(translated_parts, as_chat)
         return await self._answer(request, read, may_refer=True)
 
     async def response(self, request: Request) -> Response:
@@ -142,7 +143,8 @@ class Handlers:
         return json_response(response_of(await known.get(params["response_id"])))
 
     async def messages(self, request: Request) -> Response:
-        return await self._answer(request, partial(translated_parts, messages_as_chat))
+        as_chat = partial(messages_as_chat, leave_out=self.deps.leave_out_tools)
+        return await self._answer(request, partial(translated_parts, as_chat))
 
     async def embeddings(self, request: Request) -> Response:
         return await self._answer(request, embedding_parts)
@@ -150,7 +152,7 @@ class Handlers:
     async def count_tokens(self, request: Request) -> Response:
         """Count the prompt tokens of a Messages request. Nothing is sampled."""
         attempt, headers, body = await self._received(request)
-        as_chat = partial(messages_as_chat, counted=True)
+        as_chat = partial(messages_as_chat, counted=True, leave_out=self.deps.leave_out_tools)
         large = is_large(body)
         raw, _, _, [asked] = await self._read(body, large, partial(translated_parts, as_chat))
         if isinstance(asked, ProviderRequest):

@@ -288,6 +288,9 @@ class GatewaySettings(Table):
     a proxy or a DNS alias. *.example.com is every name below it, * is any."""
     accept_any_model: bool = True
     """Answer unknown model names (gpt-4o-mini) with the adapter; else with 404."""
+    leave_out_tools: bool = False
+    """Leave tools that only a provider runs (web search, code interpreter) out of requests, and
+    note them on the call; else such requests get 400."""
     forward_otlp: HttpUrl | None = None
     """Base URL of an OTLP backend (Jaeger, Phoenix, Langfuse) that gets every span, call and reward
     too. Headers: AGENTRL_FORWARD_OTLP_HEADERS=name=value,..."""

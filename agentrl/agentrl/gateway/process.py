@@ -174,6 +174,7 @@ def _ready_app(plan: GatewayPlan, ending: contextlib.ExitStack) -> FastAPI:
         defaults=plan.sampler.model_dump(include={"max_tokens", "temperature", "thinking"}),
         # While another model is evaluated, no unknown name may mean the base model.
         accept_any_model=own.accept_any_model and plan.answered_by is None,
+        leave_out_tools=own.leave_out_tools,
         max_concurrent=own.max_concurrent,
         max_queued=own.max_queued,
         limits=ConnectionLimits(
