@@ -14,6 +14,7 @@ from agentrl_proxy.sampler import Sampler
 from agentrl_tracer.schemas import AttemptState, Call, Reward, Span
 
 if TYPE_CHECKING:
+    from agentrl_proxy.requests.speakers import SpeakerRule
     from agentrl_proxy.telemetry.otlp_export import OtlpExporter
     from agentrl_tracer.store import Store
 
@@ -81,6 +82,8 @@ class GatewayDependencies:
     """Requested model name → adapter name; None: the base model."""
     agents: Mapping[str, str] = field(default_factory=dict[str, str])
     """Agent (role) → adapter name, for model names that are not in ``models``."""
+    speakers: Sequence[SpeakerRule] = ()
+    """Name the agent of a request whose client names none; the first that fits does."""
     default_adapter: str | None = None
     """None: the base model."""
     provider_models: Mapping[str, ProviderModel] = field(default_factory=dict[str, ProviderModel])

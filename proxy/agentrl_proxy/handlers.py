@@ -48,6 +48,7 @@ from agentrl_proxy.requests.auth import Credentials, ask
 from agentrl_proxy.requests.lifecycle import ClientRequest
 from agentrl_proxy.requests.rate_limits import Admission
 from agentrl_proxy.requests.recording import agent_name
+from agentrl_proxy.requests.speakers import speaker_of
 from agentrl_proxy.requests.stored_responses import StoredResponses, response_of
 from agentrl_proxy.sampler import PrefixCache, RefusedError
 from agentrl_proxy.server.large_requests import LargeRequests, is_large
@@ -157,7 +158,8 @@ class Handlers:
         raw, _, _, [asked] = await self._read(body, large, partial(translated_parts, as_chat))
         if isinstance(asked, ProviderRequest):
             return json_response({"input_tokens": await self.providers.count(asked)})
-        adapter = self.chat.resolve_model(raw["model"], agent_name(headers))
+        agent = agent_name(headers) or speaker_of(self.deps.speakers, asked, headers, raw["model"])
+        adapter = self.chat.resolve_model(raw["model"], agent)
         memory = None if attempt is None else self.attempts.of(attempt)
         render = partial(self.chat.render, longest=_COUNTED_CONTEXTS)
         prompt = await self.large.run(large, render, asked, memory, adapter)
