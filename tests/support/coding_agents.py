@@ -55,7 +55,7 @@ class Player:
 
     def __call__(self, prompt_ids: Sequence[int], params: DecodingParams, choice: int) -> str:
         text = self.renderer.decode_raw(list(prompt_ids))
-        turn = text.count("<|im_start|>assistant\n") - 1
+        turn = text.count("<|im_start|>assistant\nI go on.")
         if "<tools>" not in text:
             return "A short answer."
         step = self.steps[turn] if turn < len(self.steps) else "Done."
