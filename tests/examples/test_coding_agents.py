@@ -105,8 +105,14 @@ def repository(folder: Path) -> Path:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", PACKAGES)
 def test_a_session_continues_token_for_token(
-    name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, renderer: Renderer
+    name: str,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    renderer: Renderer,
+    request: pytest.FixtureRequest,
 ) -> None:
+    if "coding_agents" not in request.config.getoption("-m"):
+        pytest.skip("make coding-agents")  # it installs 1.5 GB
     path = executables(name, tmp_path_factory.getbasetemp() / "agents")
     work = repository(tmp_path)
     done = play(name, work, renderer, sessions(work)[name], path=path, plain=PLAIN)
