@@ -122,8 +122,9 @@ class OpenStems:
                 held[:, :, start : start + tensor.shape[2]] = tensor.detach()
 
     def _room(self, like: Tensor) -> Tensor:
+        # Tokens outermost: the first of them are dense, which autograd wants of a gradient.
         batch, heads, _, dim = like.shape
-        return like.new_empty(batch, heads, self._longest, dim)
+        return like.new_empty(self._longest, batch, heads, dim).permute(1, 2, 0, 3)
 
     def _leaves(self, end: int) -> KeysValues | None:
         """Return what is held of the first ``end`` tokens; autograd adds gradients to the sums."""
