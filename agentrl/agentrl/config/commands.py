@@ -17,7 +17,14 @@ from agentrl.config import checks, settings
 from agentrl.config.algorithm_options import AlgorithmSettings
 from agentrl.config.field_types import Count, HttpUrl, Positive, Store, Table
 from agentrl.config.setting_names import model_in
-from agentrl.config.settings import Adapters, AdapterSettings, OtherModels, OtherModelSettings
+from agentrl.config.settings import (
+    Adapters,
+    AdapterSettings,
+    OtherModels,
+    OtherModelSettings,
+    Speakers,
+    SpeakerSettings,
+)
 from agentrl.config.training_settings import GuardSettings, SweepSettings, TrainEvaluationSettings
 
 
@@ -52,6 +59,9 @@ class ModelCommand(_Command):
     models: OtherModels = Field(default_factory=dict[str, OtherModelSettings])
     """Other models by the name that the agent requests, recorded and never trained: [models.NAME]
     in a file, JSON in a flag."""
+    speakers: Speakers = Field(default_factory=dict[str, SpeakerSettings])
+    """Agents (roles) by what their requests hold, for clients that name none, as coding agents do:
+    [speakers.NAME] in a file, JSON in a flag. The first that fits names the call's agent."""
     sampler: settings.SamplerSettings = settings.SamplerSettings()
     gateway: settings.GatewaySettings = settings.GatewaySettings()
 

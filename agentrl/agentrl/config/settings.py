@@ -20,6 +20,7 @@ from agentrl.config.field_types import (
     HttpUrl,
     Names,
     NonNegative,
+    Pattern,
     Positive,
     Store,
     Table,
@@ -288,6 +289,9 @@ class GatewaySettings(Table):
     a proxy or a DNS alias. *.example.com is every name below it, * is any."""
     accept_any_model: bool = True
     """Answer unknown model names (gpt-4o-mini) with the adapter; else with 404."""
+    leave_out_tools: bool = False
+    """Leave tools that only a provider runs (web search, code interpreter) out of requests, and
+    note them on the call; else such requests get 400."""
     forward_otlp: HttpUrl | None = None
     """Base URL of an OTLP backend (Jaeger, Phoenix, Langfuse) that gets every span, call and reward
     too. Headers: AGENTRL_FORWARD_OTLP_HEADERS=name=value,..."""
@@ -396,5 +400,22 @@ class AdapterSettings(Table):
     """Names of the rewards that count for it, summed; by default all of them."""
 
 
+class SpeakerSettings(Table):
+    """How the requests of an agent (role) are known. Each pattern is a regular expression that must
+    be found; without any, every request fits."""
+
+    system: Pattern | None = None
+    """In the system prompt."""
+    last: Pattern | None = None
+    """In the last message."""
+    model: Pattern | None = None
+    """In the requested model's name."""
+    headers: dict[str, Pattern] = Field(default_factory=dict[str, str])
+    """In each of these headers."""
+    tools: bool | None = None
+    """Whether the request has tools."""
+
+
 OtherModels = Annotated[dict[str, OtherModelSettings], BeforeValidator(from_json)]
+Speakers = Annotated[dict[str, SpeakerSettings], BeforeValidator(from_json)]
 Adapters = Annotated[dict[str, AdapterSettings], BeforeValidator(names_as_table)]
