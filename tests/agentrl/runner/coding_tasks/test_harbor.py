@@ -109,6 +109,7 @@ def test_a_folder_of_tasks_is_read_and_another_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.harbor
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(HARBOR is None, reason="AGENTRL_TEST_HARBOR is not Harbor's program")
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="no bubblewrap here")
 def test_harbor_itself_runs_the_rollouts_of_a_step(tmp_path: Path) -> None:
