@@ -8,6 +8,8 @@ model = "${AGENTRL_MODEL:-policy}"
 model_provider = "agentrl"
 check_for_update_on_startup = false
 web_search = "disabled"
+model_auto_compact_token_limit = ${AGENTRL_COMPACT_TOKENS:-48000}
+model_context_window = 65536
 [analytics]
 enabled = false
 [history]
