@@ -67,7 +67,7 @@ def _add_message(steps: list[Json], message: Message) -> None:
                 step.setdefault("observation", {"results": []})["results"].append(result)
                 return
     role = {"system": "system", "developer": "system", "assistant": "agent"}
-    step = {"source": role.get(message.role, "user"), "message": message.said}
+    step: Json = {"source": role.get(message.role, "user"), "message": message.said}
     if step["source"] == "agent":  # said by another model, or changed by the agent
         step["is_copied_context"] = True
     steps.append(step)
@@ -113,7 +113,7 @@ def _tool_calls(response: Any) -> list[Json]:
 
 def _tool_call(called: Json) -> Json:
     inner: Json = called.get("function") or called.get("custom") or {}
-    text = inner.get("arguments", inner.get("input"))
+    text: Any = inner.get("arguments", inner.get("input"))
     try:
         arguments = json.loads(text)
     except (TypeError, ValueError):
