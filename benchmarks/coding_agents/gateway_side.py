@@ -84,7 +84,7 @@ class Others(threading.Thread):
         self.ended = threading.Event()
 
     def run(self) -> None:
-        while not self.ended.wait(self.pause):
+        while not (self.milliseconds and self.ended.wait(self.pause)):
             started = time.perf_counter()
             self.client.ask([{"role": "user", "content": f"Say {len(self.milliseconds)}."}])
             self.milliseconds.append(1e3 * (time.perf_counter() - started))

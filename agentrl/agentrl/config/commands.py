@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import Field, model_validator
 
 from agentrl.config import checks, settings
+from agentrl.config.agent import AgentSettings, RunAgentSettings, TrainAgentSettings
 from agentrl.config.algorithm_options import AlgorithmSettings
 from agentrl.config.field_types import Count, HttpUrl, Positive, Store, Table
 from agentrl.config.setting_names import model_in
@@ -91,7 +92,7 @@ class TrainConfig(ModelCommand):
 
     short_flags = _short(
         "agent.tasks evaluation.tasks=eval-tasks agent.python agent.user=agent-user "
-        "agent.sandbox=sandbox model.name=model "
+        "agent.sandbox=sandbox agent.harbor_agent model.name=model "
         "sampler.kind=sampler run.backend rollouts.runners rollouts.rollouts_per_process "
         "rollouts.timeout sampler.max_tokens sampler.temperature rollouts.batch_size "
         "rollouts.group_size rollouts.max_staleness algorithm.loss algorithm.estimator "
@@ -101,7 +102,7 @@ class TrainConfig(ModelCommand):
         "guards.max_cost run.seed run.name run.folder=runs"
     )
 
-    agent: settings.TrainAgentSettings
+    agent: TrainAgentSettings
     evaluation: TrainEvaluationSettings = TrainEvaluationSettings()
     rollouts: settings.RolloutSettings = settings.RolloutSettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()
@@ -145,13 +146,13 @@ class EvalConfig(ModelCommand):
 
     short_flags = _short(
         "evaluation.tasks evaluation.samples evaluation.temperature evaluation.success_reward "
-        "agent.python agent.user=agent-user agent.sandbox=sandbox model.name=model "
-        "model.adapter_path model.answered_by sampler.kind=sampler "
+        "agent.python agent.user=agent-user agent.sandbox=sandbox agent.harbor_agent "
+        "model.name=model model.adapter_path model.answered_by sampler.kind=sampler "
         "sampler.max_tokens rollouts.runners rollouts.rollouts_per_process rollouts.timeout "
         "run.seed run.folder=runs"
     )
 
-    agent: settings.AgentSettings
+    agent: AgentSettings
     evaluation: settings.EvalEvaluationSettings
     rollouts: settings.RunnerSettings = settings.RunnerSettings()
     model: settings.EvalModelSettings = settings.EvalModelSettings()
@@ -180,7 +181,7 @@ class RunConfig(ModelCommand):
         "sampler.max_tokens sampler.temperature rollouts.timeout run.seed run.folder=runs"
     )
 
-    agent: settings.RunAgentSettings
+    agent: RunAgentSettings
     rollouts: settings.SingleRunnerSettings = settings.SingleRunnerSettings()
     model: settings.RunModelSettings = settings.RunModelSettings()
     run: settings.RunFolderSettings = settings.RunFolderSettings()

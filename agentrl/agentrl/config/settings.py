@@ -40,32 +40,6 @@ Tracker = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 Trackers = Annotated[list[Tracker], BeforeValidator(from_names)]
 
 
-class AgentSettings(Table):
-    """The agent under training."""
-
-    entrypoint: Annotated[str, Field(min_length=1)]
-    """What to run: module:function, file.py:function, or a command."""
-    python: str | None = None
-    """Interpreter for the agent, of another virtual environment with agentrl's base install."""
-    user: str | None = None
-    """User whose processes the agents are, so that they can neither read nor write what the run
-    has; only root can give it."""
-    sandbox: bool = False
-    """Run each agent process in bubblewrap: a read-only file system without the run's folder and
-    store, a /tmp and a home folder of its own, and no other processes in sight. Each process starts
-    a fresh interpreter, which takes longer than a fork."""
-
-
-class TrainAgentSettings(AgentSettings):
-    tasks: Path
-    """Tasks to train on: a JSON-lines file, one object a line."""
-
-
-class RunAgentSettings(AgentSettings):
-    task: Annotated[dict[str, Any], BeforeValidator(from_json)]
-    """The task: a JSON object, passed to the agent unchanged."""
-
-
 class EvaluationSettings(Table):
     """Rollouts of held-out tasks."""
 
@@ -188,7 +162,8 @@ class LearningSettings(Table):
     max_length: Annotated[int, Field(ge=2)] | None = None
     """Longest trajectory in tokens; by default the model's context."""
     micro_batch_tokens: Annotated[int, Field(ge=64)] | None = None
-    """Tokens per forward pass; lower saves memory. By default 16384 on CUDA, else 4096."""
+    """Tokens per forward pass, and tokens of longer shared prefixes whose activations are held
+    besides; lower saves memory. By default 16384 on CUDA, else 4096."""
     gradient_checkpointing: bool = False
     """Recompute layers in the backward pass to save memory."""
 

@@ -60,6 +60,8 @@ def parse_agent(spec: str) -> AgentSpec:
     text = spec.strip()
     if not text:
         raise AgentSpecError(spec, "it is empty")
+    if text.startswith("harbor:"):
+        return AgentSpec("module", "agentrl.runner.coding_tasks.harbor", "run_trial")
     has_space = any(c.isspace() for c in text)
     command = text.removeprefix("-- ")
     if command == text:

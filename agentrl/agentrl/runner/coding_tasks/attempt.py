@@ -48,9 +48,11 @@ def run_attempt(command: Sequence[str], given: Json) -> None:
         for name in ("work", "home", "report"):
             (folder / name).mkdir()
         workspace.copy(base, folder / "work")
-        _run_agent(task, command, visible(given), folder)
-        changes = workspace.diff(base, folder / "work")
-        emit("diff", changes)
+        try:
+            _run_agent(task, command, visible(given), folder)
+        finally:
+            changes = workspace.diff(base, folder / "work")
+            emit("diff", changes)
         _test(task, folder, changed=bool(changes))
     except ValueError as error:
         raise AttemptFailed(f"task: {error}") from error

@@ -30,7 +30,12 @@ _SYSTEM = (
     "/run/systemd/resolve", "/run/resolvconf", "/run/nscd",
 )  # fmt: skip
 _RELAY = Path(__file__).with_name("relay.py")
-_INTERPRETERS = ("python3", "python", "node", "bash")
+_PROGRAMS = (
+    "python3", "python", "node", "bash", "git",
+    "aider", "claude", "codex", "gemini", "mini", "opencode", "qwen",
+)  # fmt: skip
+_MORE = "AGENTRL_SANDBOX_PATHS"
+"""Variable that names further folders to show, separated as in PATH."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +163,7 @@ def _relay_to(gateway: str) -> Iterator[Path]:
 def _bubblewrap(place: Place, command: Sequence[str], *, network: bool) -> list[str]:
     """Return the command that runs another one, which follows, in a sandbox."""
     words = ["bwrap", "--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp", "--tmpfs", "/var/tmp"]
-    seen = sorted({*_SYSTEM, *_interpreters(command), str(_RELAY)})  # a folder before those in it
+    seen = sorted({*_SYSTEM, *_installed(command), str(_RELAY)})  # a folder before those in it
     for path in seen:
         words += ["--ro-bind-try", path, path]
     for path in map(os.path.realpath, (*place.hidden, *_shipped_tasks())):
@@ -170,17 +175,24 @@ def _bubblewrap(place: Place, command: Sequence[str], *, network: bool) -> list[
     return [*words, *([] if network else ["--unshare-net"]), "--"]
 
 
-def _interpreters(command: Sequence[str]) -> Iterable[str]:
-    """Yield where the command and usual interpreters are installed, and the files it names."""
-    for name in (command[0], *_INTERPRETERS, sys.executable):
-        found = shutil.which(name)
-        for path in {found, os.path.realpath(found)} if found else ():
-            folder = os.path.dirname(path)
-            yield os.path.dirname(folder) if os.path.basename(folder) == "bin" else folder
+def _installed(command: Sequence[str]) -> Iterable[str]:
+    """Yield the folders of the command, usual agents and interpreters, and the files it names."""
+    for name in (command[0], sys.executable, *_PROGRAMS):
+        if found := shutil.which(name):
+            for path in {found, os.path.realpath(found)}:
+                yield (prefix := _prefix(path))
+                if os.path.exists(f"{prefix}/pyvenv.cfg"):
+                    yield _prefix(os.path.realpath(f"{prefix}/bin/python"))
     for word in command:
         if os.path.isabs(word) and os.path.isfile(word):
             folder = os.path.dirname(word)
             yield folder if os.path.exists(f"{folder}/profile.toml") else word
+    yield from filter(os.path.isabs, os.environ.get(_MORE, "").split(os.pathsep))
+
+
+def _prefix(executable: str) -> str:
+    folder = os.path.dirname(executable)
+    return os.path.dirname(folder) if os.path.basename(folder) == "bin" else folder
 
 
 def _shipped_tasks() -> Iterable[Path]:

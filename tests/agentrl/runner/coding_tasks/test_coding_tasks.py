@@ -146,7 +146,7 @@ def test_in_the_sandbox_an_agent_reaches_the_gateway_and_nothing_else(
     (tmp_path / "hidden/check.sh").write_text("echo 1/1\n")
     listener = socket.create_server(("127.0.0.1", 0))  # another server of this machine
     look = (
-        f"test -e {tmp_path} && echo SEEN > disk; ps ax > processes;"
+        f"test -e {tmp_path} && echo SEEN > disk; ps axo comm= | sort -u > processes;"
         " curl -s $AGENTRL_GATEWAY/healthz -o /dev/null -w '%{http_code}' > healthy;"
         " curl -s $OPENAI_BASE_URL/rew%61rds -d '{}' -w '%{http_code}' > rewarded;"
         f" curl -sm 2 127.0.0.1:{listener.getsockname()[1]} || echo none > network"
@@ -158,11 +158,7 @@ def test_in_the_sandbox_an_agent_reaches_the_gateway_and_nothing_else(
     shown = notes_of(commands, attempt)["diff"]
     listener.close()
     assert not [word for word in ("SEEN", "check.sh", "pytest") if word in shown]
-    assert [word for word in ("+200", "+403", "+none") if word in shown] == [
-        "+200",
-        "+403",
-        "+none",
-    ]
+    assert not [word for word in ("+200", "+403", "+none") if word not in shown]
 
 
 def test_links_that_an_agent_left_are_replaced_and_never_followed(tmp_path: Path) -> None:
