@@ -54,7 +54,7 @@ def as_functions(raw: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     free = [tool["name"] for tool in tools if tool.pop("grammar", None)]
     plain = {**raw, "tools": tools} if tools else raw
     if isinstance(raw["input"], list):
-        plain = {**plain, "input": [_plain(item) for item in raw["input"]]}
+        plain = {**plain, "input": [plain_item(item) for item in raw["input"]]}
     return plain, free
 
 
@@ -146,7 +146,8 @@ _SHELL: dict[str, Any] = {
 }
 
 
-def _plain(item: Item) -> Item:
+def plain_item(item: Item) -> Item:
+    """Return an input item with a function's call or output in place of another tool's."""
     match item.get("type"):
         case "function_call":
             return {**item, "name": _full_name(item["name"], item.get("namespace"))}
