@@ -12,8 +12,8 @@ SWEEP ?= hello-sweep
 # Three test processes, also on two cores: most tests wait for processes that they start.
 PYTEST ?= -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo demo-real sweep examples test check docs site packages clients frameworks real-model vllm tinker trackers guards \
-	litellm-proxy mutations chaos lock clean
+.PHONY: help demo demo-real sweep examples test check docs site packages clients coding-agents frameworks real-model vllm tinker trackers guards \
+	harbor litellm-proxy mutations chaos lock clean
 .DEFAULT_GOAL := help
 
 help:
@@ -30,9 +30,10 @@ help:
 	@echo "make packages   install the wheel with each extra in a fresh environment"
 	@echo "make clients    clients of other versions, from npm and PyPI"
 	@echo "make frameworks train two steps with an agent of each framework (20 minutes)"
+	@echo "make coding-agents  Claude Code, Codex, OpenCode, ... by their profiles (fetches 1.5 GB)"
 	@echo "make guards     train runs that end early: budgets, alerts, going back (3 minutes)"
 	@echo "make real-model train, resume, merge and serve smollm2-135m (3 minutes)"
-	@echo "make vllm tinker trackers litellm-proxy   need another environment: see CONTRIBUTING.md"
+	@echo "make vllm tinker trackers harbor litellm-proxy   need another environment: see CONTRIBUTING.md"
 	@echo "make mutations  remove each rule of the library; each removal must fail a test"
 	@echo "make chaos      kill processes of runs at random, KILLS=100 of each kind; check the books"
 
@@ -68,7 +69,10 @@ site: $(VENV)/.dev
 packages: $(VENV)/.dev
 	@$(BIN)/python scripts/check_packages.py $(EXTRAS)
 
-clients frameworks guards vllm tinker trackers litellm-proxy: $(VENV)/.dev
+coding-agents: $(VENV)/.dev
+	@$(BIN)/python -m pytest -m coding_agents -o log_cli=true --log-cli-level=INFO tests/examples
+
+clients frameworks guards vllm tinker trackers harbor litellm-proxy: $(VENV)/.dev
 	@$(BIN)/python -m pytest -m $(subst -,_,$@)
 
 mutations: $(VENV)/.dev

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import psutil
 
-from agentrl.config.settings import AgentSettings, RunnerSettings
+from agentrl.config.agent import AgentSettings
+from agentrl.config.settings import RunnerSettings
 from agentrl.runner.agent_spec import parse_agent
 from agentrl_trainer.names import TINY_MODEL
 

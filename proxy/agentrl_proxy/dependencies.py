@@ -14,6 +14,7 @@ from agentrl_proxy.sampler import Sampler
 from agentrl_tracer.schemas import AttemptState, Call, Reward, Span
 
 if TYPE_CHECKING:
+    from agentrl_proxy.requests.speakers import SpeakerRule
     from agentrl_proxy.telemetry.otlp_export import OtlpExporter
     from agentrl_tracer.store import Store
 
@@ -81,10 +82,15 @@ class GatewayDependencies:
     """Requested model name → adapter name; None: the base model."""
     agents: Mapping[str, str] = field(default_factory=dict[str, str])
     """Agent (role) → adapter name, for model names that are not in ``models``."""
+    speakers: Sequence[SpeakerRule] = ()
+    """Name the agent of a request whose client names none; the first that fits does."""
     default_adapter: str | None = None
     """None: the base model."""
     provider_models: Mapping[str, ProviderModel] = field(default_factory=dict[str, ProviderModel])
     """Requested model name → a provider's model: recorded, never trained."""
+    leave_out_tools: bool = False
+    """Whether tools that only a provider runs (web search) are left out of requests in the
+    Responses and Messages APIs, and noted on the call; else the request is refused."""
     operator_key: str | None = None
     """None: anyone who reaches the port may sample outside rollouts; only on loopback."""
     allowed_hosts: Sequence[str] = ()

@@ -48,6 +48,7 @@ from agentrl_proxy.requests.auth import Credentials, ask
 from agentrl_proxy.requests.lifecycle import ClientRequest
 from agentrl_proxy.requests.rate_limits import Admission
 from agentrl_proxy.requests.recording import agent_name
+from agentrl_proxy.requests.speakers import speaker_of
 from agentrl_proxy.requests.stored_responses import StoredResponses, response_of
 from agentrl_proxy.sampler import PrefixCache, RefusedError
 from agentrl_proxy.server.large_requests import LargeRequests, is_large
@@ -129,7 +130,8 @@ class Handlers:
         return await self._answer(request, partial(completion_parts, self.deps))
 
     async def responses(self, request: Request) -> Response:
-        read = partial(translated_parts, responses_as_chat)
+        as_chat = partial(responses_as_chat, leave_out=self.deps.leave_out_tools)
+        read = partial(translated_parts, as_chat)
         return await self._answer(request, read, may_refer=True)
 
     async def response(self, request: Request) -> Response:
@@ -142,7 +144,8 @@ class Handlers:
         return json_response(response_of(await known.get(params["response_id"])))
 
     async def messages(self, request: Request) -> Response:
-        return await self._answer(request, partial(translated_parts, messages_as_chat))
+        as_chat = partial(messages_as_chat, leave_out=self.deps.leave_out_tools)
+        return await self._answer(request, partial(translated_parts, as_chat))
 
     async def embeddings(self, request: Request) -> Response:
         return await self._answer(request, embedding_parts)
@@ -150,12 +153,13 @@ class Handlers:
     async def count_tokens(self, request: Request) -> Response:
         """Count the prompt tokens of a Messages request. Nothing is sampled."""
         attempt, headers, body = await self._received(request)
-        as_chat = partial(messages_as_chat, counted=True)
+        as_chat = partial(messages_as_chat, counted=True, leave_out=self.deps.leave_out_tools)
         large = is_large(body)
         raw, _, _, [asked] = await self._read(body, large, partial(translated_parts, as_chat))
         if isinstance(asked, ProviderRequest):
             return json_response({"input_tokens": await self.providers.count(asked)})
-        adapter = self.chat.resolve_model(raw["model"], agent_name(headers))
+        agent = agent_name(headers) or speaker_of(self.deps.speakers, asked, headers, raw["model"])
+        adapter = self.chat.resolve_model(raw["model"], agent)
         memory = None if attempt is None else self.attempts.of(attempt)
         render = partial(self.chat.render, longest=_COUNTED_CONTEXTS)
         prompt = await self.large.run(large, render, asked, memory, adapter)

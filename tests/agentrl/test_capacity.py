@@ -13,16 +13,15 @@ import pytest
 import torch
 
 from agentrl.capacity import available_cores, choose_runners, sampler_threads, trainer_threads
+from agentrl.config.agent import AgentSettings, TrainAgentSettings
 from agentrl.config.checks import correction_mode
 from agentrl.config.commands import TrainConfig
 from agentrl.config.settings import (
-    AgentSettings,
     GatewaySettings,
     ModelSettings,
     RolloutSettings,
     RunnerSettings,
     SamplerSettings,
-    TrainAgentSettings,
 )
 from agentrl.gateway.process import GatewayPlan, make_sampler
 from agentrl.samplers.embedded import EmbeddedSampler

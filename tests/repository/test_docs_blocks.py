@@ -36,6 +36,8 @@ NEEDS: dict[str, dict[str, int]] = {
     "docs/vllm.md": {"a GPU": 2},
     "docs/devices.md": {"a GPU": 1},
     "docs/window.md": {"an environment of its own": 1},
+    "docs/coding_agents.md": {"a coding agent": 1},
+    "docs/coding_tasks.md": {"a coding agent": 1, "Harbor and Docker": 1},
 } | {
     f"docs/{name}.md": {}
     for name in ("tutorial", "runs", "adapters", "attribution", "client", "protocols", "sweeps")

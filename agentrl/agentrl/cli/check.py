@@ -11,8 +11,9 @@ from rich.text import Text
 from agentrl.capacity import choose_runners
 from agentrl.cli import Tokens
 from agentrl.cli.fixed_model import fixed_model
+from agentrl.cli.tasks import read_tasks
 from agentrl.config.commands import CheckConfig
-from agentrl.config.loading import load, load_tasks, steps_of
+from agentrl.config.loading import load, steps_of
 from agentrl.console.output import console, print_block, print_line, print_sentences
 from agentrl.console.tables import facts
 from agentrl.console.trace_tree import rollout_trace
@@ -35,7 +36,7 @@ def check_command(*tokens: Tokens) -> None:
     """
     config = load(CheckConfig, tokens)
     validate_agent(config.agent.entrypoint, other_python=config.agent.python is not None)
-    tasks = load_tasks(config.agent.tasks, "agent.tasks")
+    tasks = read_tasks(config.agent.tasks, "agent.tasks", config.agent)
     how, count = config.rollouts, min(config.check.tasks, len(tasks))
     if why := choose_runners(config.model.name, config.agent, how, how.batch_size * how.group_size):
         print_sentences(why, "dim")

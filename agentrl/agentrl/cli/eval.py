@@ -13,9 +13,10 @@ from rich.text import Text
 from agentrl.capacity import choose_runners
 from agentrl.cli import Tokens
 from agentrl.cli.fixed_model import fixed_model
+from agentrl.cli.tasks import read_tasks
 from agentrl.config.checks import greedy_note
 from agentrl.config.commands import EvalConfig
-from agentrl.config.loading import load, load_tasks
+from agentrl.config.loading import load
 from agentrl.console.output import print_block, print_line, print_sentences
 from agentrl.console.tables import facts
 from agentrl.history.evaluations import Outcomes, pass_at, stored_outcomes
@@ -36,7 +37,7 @@ def eval_command(*tokens: Tokens) -> None:
     config = load(EvalConfig, tokens)
     validate_agent(config.agent.entrypoint, other_python=config.agent.python is not None)
     how, model = config.evaluation, config.model
-    tasks = load_tasks(how.tasks, "evaluation.tasks")
+    tasks = read_tasks(how.tasks, "evaluation.tasks", config.agent)
     planned = len(tasks) * how.samples
     if why := choose_runners(config.model.name, config.agent, config.rollouts, planned):
         print_line((why, "dim"))

@@ -23,6 +23,7 @@ from agentrl.console.output import console, print_block, print_json, print_line,
 from agentrl.console.tables import print_rows
 from agentrl.console.trace_tree import rollout_trace
 from agentrl.history import export as exports
+from agentrl.history.atif import atif_records
 from agentrl.history.rollout_table import Query, find_rollouts
 from agentrl.history.run_list import RunList
 from agentrl.history.sources import OpenRun, Sources, open_run
@@ -167,17 +168,18 @@ def export_command(
     run: RunPath,
     *,
     format: Annotated[
-        Literal["jsonl", "parquet", "sft", "pairs"],
+        Literal["jsonl", "parquet", "sft", "pairs", "atif"],
         Parameter(
             help="jsonl and parquet: rollouts with their calls; sft: OpenAI chat messages of the "
-            "successful ones; pairs: best against worst of each group."
+            "successful ones; pairs: best against worst of each group; atif: Harbor's "
+            "trajectories, with token ids and log-probs."
         ),
     ] = "jsonl",
     where: Where = "",
     output: Annotated[Path | None, Parameter(help="File; by default the output.")] = None,
 ) -> None:
-    """Write rollouts as JSON lines, Parquet, chats or preference pairs."""
-    kinds = {"sft": exports.chat_records, "pairs": exports.pair_records}
+    """Write rollouts as JSON lines, Parquet, chats, preference pairs or trajectories."""
+    kinds = {"sft": exports.chat_records, "pairs": exports.pair_records, "atif": atif_records}
     table = exports.check_parquet(output) if format == "parquet" else None
     if output and not output.parent.is_dir():
         raise ConfigError(f"output: there is no folder {output.parent}")

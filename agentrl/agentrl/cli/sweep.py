@@ -6,9 +6,10 @@ import shlex
 import time
 
 from agentrl.cli import Tokens
+from agentrl.cli.tasks import read_tasks
 from agentrl.config.commands import SweepConfig
 from agentrl.config.errors import ConfigError
-from agentrl.config.loading import load, load_tasks, steps_of
+from agentrl.config.loading import load, steps_of
 from agentrl.console.output import print_line
 from agentrl.interrupts import end_in_order
 from agentrl.runner.agent_spec import validate_agent
@@ -34,7 +35,7 @@ def sweep_command(*tokens: Tokens) -> None:
             "or take reward/mean"
         )
     validate_agent(config.agent.entrypoint, other_python=config.agent.python is not None)
-    steps = steps_of(config, load_tasks(config.agent.tasks, "agent.tasks"))
+    steps = steps_of(config, read_tasks(config.agent.tasks, "agent.tasks", config.agent))
     name = config.run.name or f"sweep-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = RunFolder(config.run.folder / name)
     if folder.config.exists():

@@ -12,10 +12,11 @@ from typing import NoReturn
 
 from agentrl.capacity import available_cores, choose_runners
 from agentrl.cli import Tokens
+from agentrl.cli.tasks import read_tasks
 from agentrl.config.checks import check_warmup
 from agentrl.config.commands import TrainConfig
 from agentrl.config.field_types import split_step
-from agentrl.config.loading import load, load_tasks, resume_of, steps_of
+from agentrl.config.loading import load, resume_of, steps_of
 from agentrl.console.live import TrainDisplay
 from agentrl.console.output import console, print_block, print_line
 from agentrl.console.report import serve_command, training_report
@@ -45,9 +46,9 @@ def train_command(*tokens: Tokens) -> None:
     if folder is not None:
         return_to_start(folder, print_line)
     validate_agent(config.agent.entrypoint, other_python=config.agent.python is not None)
-    tasks = load_tasks(config.agent.tasks, "agent.tasks")
+    tasks = read_tasks(config.agent.tasks, "agent.tasks", config.agent)
     held_out = config.evaluation.tasks
-    eval_tasks = load_tasks(held_out, "evaluation.tasks") if held_out else []
+    eval_tasks = read_tasks(held_out, "evaluation.tasks", config.agent) if held_out else []
     # Before config.json holds the setting: every later --resume would fail.
     steps = steps_of(config, tasks)
     check_warmup(config.learning.warmup_steps, steps)

@@ -14,10 +14,18 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import Field, model_validator
 
 from agentrl.config import checks, settings
+from agentrl.config.agent import AgentSettings, RunAgentSettings, TrainAgentSettings
 from agentrl.config.algorithm_options import AlgorithmSettings
 from agentrl.config.field_types import Count, HttpUrl, Positive, Store, Table
 from agentrl.config.setting_names import model_in
-from agentrl.config.settings import Adapters, AdapterSettings, OtherModels, OtherModelSettings
+from agentrl.config.settings import (
+    Adapters,
+    AdapterSettings,
+    OtherModels,
+    OtherModelSettings,
+    Speakers,
+    SpeakerSettings,
+)
 from agentrl.config.training_settings import GuardSettings, SweepSettings, TrainEvaluationSettings
 
 
@@ -52,6 +60,9 @@ class ModelCommand(_Command):
     models: OtherModels = Field(default_factory=dict[str, OtherModelSettings])
     """Other models by the name that the agent requests, recorded and never trained: [models.NAME]
     in a file, JSON in a flag."""
+    speakers: Speakers = Field(default_factory=dict[str, SpeakerSettings])
+    """Agents (roles) by what their requests hold, for clients that name none, as coding agents do:
+    [speakers.NAME] in a file, JSON in a flag. The first that fits names the call's agent."""
     sampler: settings.SamplerSettings = settings.SamplerSettings()
     gateway: settings.GatewaySettings = settings.GatewaySettings()
 
@@ -81,7 +92,7 @@ class TrainConfig(ModelCommand):
 
     short_flags = _short(
         "agent.tasks evaluation.tasks=eval-tasks agent.python agent.user=agent-user "
-        "agent.sandbox=sandbox model.name=model "
+        "agent.sandbox=sandbox agent.harbor_agent model.name=model "
         "sampler.kind=sampler run.backend rollouts.runners rollouts.rollouts_per_process "
         "rollouts.timeout sampler.max_tokens sampler.temperature rollouts.batch_size "
         "rollouts.group_size rollouts.max_staleness algorithm.loss algorithm.estimator "
@@ -91,7 +102,7 @@ class TrainConfig(ModelCommand):
         "guards.max_cost run.seed run.name run.folder=runs"
     )
 
-    agent: settings.TrainAgentSettings
+    agent: TrainAgentSettings
     evaluation: TrainEvaluationSettings = TrainEvaluationSettings()
     rollouts: settings.RolloutSettings = settings.RolloutSettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()
@@ -135,13 +146,13 @@ class EvalConfig(ModelCommand):
 
     short_flags = _short(
         "evaluation.tasks evaluation.samples evaluation.temperature evaluation.success_reward "
-        "agent.python agent.user=agent-user agent.sandbox=sandbox model.name=model "
-        "model.adapter_path model.answered_by sampler.kind=sampler "
+        "agent.python agent.user=agent-user agent.sandbox=sandbox agent.harbor_agent "
+        "model.name=model model.adapter_path model.answered_by sampler.kind=sampler "
         "sampler.max_tokens rollouts.runners rollouts.rollouts_per_process rollouts.timeout "
         "run.seed run.folder=runs"
     )
 
-    agent: settings.AgentSettings
+    agent: AgentSettings
     evaluation: settings.EvalEvaluationSettings
     rollouts: settings.RunnerSettings = settings.RunnerSettings()
     model: settings.EvalModelSettings = settings.EvalModelSettings()
@@ -170,7 +181,7 @@ class RunConfig(ModelCommand):
         "sampler.max_tokens sampler.temperature rollouts.timeout run.seed run.folder=runs"
     )
 
-    agent: settings.RunAgentSettings
+    agent: RunAgentSettings
     rollouts: settings.SingleRunnerSettings = settings.SingleRunnerSettings()
     model: settings.RunModelSettings = settings.RunModelSettings()
     run: settings.RunFolderSettings = settings.RunFolderSettings()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -52,6 +53,14 @@ def split_step(source: str | Path) -> tuple[Path, str]:
     return path.parent / name, step
 
 
+def check_pattern(value: str) -> str:
+    try:
+        re.compile(value)
+    except re.error as error:
+        raise ValueError(f"it is no regular expression: {error}") from error
+    return value
+
+
 Variable = Annotated[
     str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$"), AfterValidator(check_variable)
 ]
@@ -64,4 +73,5 @@ NonNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 HostName = Annotated[str, Field(pattern=r"^(\*|(\*\.)?[\w.-]+|[0-9A-Fa-f:]+)$")]
 HttpUrl = Annotated[str, Field(pattern=r"^https?://\S+$"), AfterValidator(check_url)]
+Pattern = Annotated[str, AfterValidator(check_pattern)]
 Store = Annotated[str, Field(min_length=1), AfterValidator(check_store)]

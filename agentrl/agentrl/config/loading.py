@@ -1,5 +1,6 @@
 """Read a command's settings: flags win over the environment, that over the file, that over a
-resumed run's settings. What each setting means is ``settings``'s. Read task files too.
+profile's and a resumed run's settings. What each setting means is ``settings``'s. Read task files
+too.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from agentrl.config.algorithm_options import table_of
 from agentrl.config.commands import COMMANDS, JoinConfig, ModelCommand, TrainConfig
 from agentrl.config.errors import ConfigError, explain, unknown_setting
 from agentrl.config.field_types import split_step
+from agentrl.config.profiles import read_profile, within
 from agentrl.config.secrets import store_url
 from agentrl.config.setting_names import RENAMED, flag_of, flattened, nearest, settings_of
 from agentrl_tracer.schemas import Json
@@ -47,7 +49,11 @@ def load(
     """
     given, rest = _parse_flags(command, tokens)
     file, resume = given.pop("config"), given.pop("resume", None)
+    profile = next(filter(None, map(read_profile, rest)), None)
+    if profile is not None:
+        rest, profile = [], within(command, profile)
     settings = _merged(
+        profile or {},
         _read_file(file) if file else {},
         _from_environment(command, environment),
         *(_nested(name, value) for name, value in given.items()),

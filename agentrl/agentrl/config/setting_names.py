@@ -131,11 +131,14 @@ def recorded(config: Mapping[str, Any], name: str, default: Any = None) -> Any:
     return default if found is None else found
 
 
+_TABLES = ("models", "adapters", "speakers")  # of named rows
+
+
 def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return settings by dotted name; the tables ``models`` and ``adapters`` stay whole."""
+    """Return settings by dotted name; tables of named rows stay whole."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
-        whole = not isinstance(value, Mapping) or (not prefix and key in ("models", "adapters"))
+        whole = not isinstance(value, Mapping) or (not prefix and key in _TABLES)
         flat |= {prefix + key: value} if whole else flattened(value, f"{prefix}{key}.")
     return flat
 

@@ -20,6 +20,7 @@ from agentrl.config.field_types import (
     HttpUrl,
     Names,
     NonNegative,
+    Pattern,
     Positive,
     Store,
     Table,
@@ -37,32 +38,6 @@ Policy = Literal["retry", "drop"] | Annotated[float, Field(ge=-MAX_REWARD, le=MA
 Readers = Literal["owner", "group", "everyone"]
 Tracker = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 Trackers = Annotated[list[Tracker], BeforeValidator(from_names)]
-
-
-class AgentSettings(Table):
-    """The agent under training."""
-
-    entrypoint: Annotated[str, Field(min_length=1)]
-    """What to run: module:function, file.py:function, or a command."""
-    python: str | None = None
-    """Interpreter for the agent, of another virtual environment with agentrl's base install."""
-    user: str | None = None
-    """User whose processes the agents are, so that they can neither read nor write what the run
-    has; only root can give it."""
-    sandbox: bool = False
-    """Run each agent process in bubblewrap: a read-only file system without the run's folder and
-    store, a /tmp and a home folder of its own, and no other processes in sight. Each process starts
-    a fresh interpreter, which takes longer than a fork."""
-
-
-class TrainAgentSettings(AgentSettings):
-    tasks: Path
-    """Tasks to train on: a JSON-lines file, one object a line."""
-
-
-class RunAgentSettings(AgentSettings):
-    task: Annotated[dict[str, Any], BeforeValidator(from_json)]
-    """The task: a JSON object, passed to the agent unchanged."""
 
 
 class EvaluationSettings(Table):
@@ -187,7 +162,8 @@ class LearningSettings(Table):
     max_length: Annotated[int, Field(ge=2)] | None = None
     """Longest trajectory in tokens; by default the model's context."""
     micro_batch_tokens: Annotated[int, Field(ge=64)] | None = None
-    """Tokens per forward pass; lower saves memory. By default 16384 on CUDA, else 4096."""
+    """Tokens per forward pass, and tokens of longer shared prefixes whose activations are held
+    besides; lower saves memory. By default 16384 on CUDA, else 4096."""
     gradient_checkpointing: bool = False
     """Recompute layers in the backward pass to save memory."""
 
@@ -288,6 +264,9 @@ class GatewaySettings(Table):
     a proxy or a DNS alias. *.example.com is every name below it, * is any."""
     accept_any_model: bool = True
     """Answer unknown model names (gpt-4o-mini) with the adapter; else with 404."""
+    leave_out_tools: bool = False
+    """Leave tools that only a provider runs (web search, code interpreter) out of requests, and
+    note them on the call; else such requests get 400."""
     forward_otlp: HttpUrl | None = None
     """Base URL of an OTLP backend (Jaeger, Phoenix, Langfuse) that gets every span, call and reward
     too. Headers: AGENTRL_FORWARD_OTLP_HEADERS=name=value,..."""
@@ -396,5 +375,22 @@ class AdapterSettings(Table):
     """Names of the rewards that count for it, summed; by default all of them."""
 
 
+class SpeakerSettings(Table):
+    """How the requests of an agent (role) are known. Each pattern is a regular expression that must
+    be found; without any, every request fits."""
+
+    system: Pattern | None = None
+    """In the system prompt."""
+    last: Pattern | None = None
+    """In the last message."""
+    model: Pattern | None = None
+    """In the requested model's name."""
+    headers: dict[str, Pattern] = Field(default_factory=dict[str, str])
+    """In each of these headers."""
+    tools: bool | None = None
+    """Whether the request has tools."""
+
+
 OtherModels = Annotated[dict[str, OtherModelSettings], BeforeValidator(from_json)]
+Speakers = Annotated[dict[str, SpeakerSettings], BeforeValidator(from_json)]
 Adapters = Annotated[dict[str, AdapterSettings], BeforeValidator(names_as_table)]

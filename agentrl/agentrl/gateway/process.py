@@ -35,6 +35,7 @@ from agentrl.config.settings import (
     OtherModelSettings,
     RunnerSettings,
     SamplerSettings,
+    SpeakerSettings,
     TinkerSettings,
 )
 from agentrl.process_privacy import hide_memory
@@ -64,6 +65,7 @@ class GatewayPlan(Table):
     sampler: SamplerSettings
     gateway: GatewaySettings
     models: dict[str, OtherModelSettings] = Field(default_factory=dict[str, OtherModelSettings])
+    speakers: dict[str, SpeakerSettings] = Field(default_factory=dict[str, SpeakerSettings])
     rollouts: RunnerSettings | None = None  # budgets of a rollout; None: no limits
     tinker: TinkerSettings | None = None  # sample on Tinker; its key stays in the environment
     host: str = "127.0.0.1"  # as it was asked to listen; a name is allowed as Host
@@ -97,6 +99,7 @@ class GatewayPlan(Table):
             gateway=command.gateway,
             host=getattr(command.gateway, "host", "127.0.0.1"),
             models=command.models,
+            speakers=command.speakers,
             vllm_url=vllm_url or vllm.url,
             vllm_wait=None if vllm_url else vllm.wait,
             **place,
@@ -136,6 +139,7 @@ def _ready_app(plan: GatewayPlan, ending: contextlib.ExitStack) -> FastAPI:
     from agentrl_proxy.dependencies import ConnectionLimits, GatewayDependencies
     from agentrl_proxy.rendering.renderer import Renderer
     from agentrl_proxy.rendering.templates import THINKING_SWITCHES
+    from agentrl_proxy.requests.speakers import SpeakerRule
     from agentrl_proxy.telemetry.otlp_export import OtlpExporter
     from agentrl_tracer.store.writer import TraceWriter
 
@@ -174,6 +178,8 @@ def _ready_app(plan: GatewayPlan, ending: contextlib.ExitStack) -> FastAPI:
         defaults=plan.sampler.model_dump(include={"max_tokens", "temperature", "thinking"}),
         # While another model is evaluated, no unknown name may mean the base model.
         accept_any_model=own.accept_any_model and plan.answered_by is None,
+        leave_out_tools=own.leave_out_tools,
+        speakers=[SpeakerRule(name, **rule.model_dump()) for name, rule in plan.speakers.items()],
         max_concurrent=own.max_concurrent,
         max_queued=own.max_queued,
         limits=ConnectionLimits(

@@ -20,6 +20,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
+from agentrl.runner.coding_tasks.task import is_coding_task, visible
+from agentrl.runner.protocol import AttemptFailed
 from agentrl_tracer.schemas import Json
 
 _ALLOWED = (
@@ -58,6 +60,8 @@ def parse_agent(spec: str) -> AgentSpec:
     text = spec.strip()
     if not text:
         raise AgentSpecError(spec, "it is empty")
+    if text.startswith("harbor:"):
+        return AgentSpec("module", "agentrl.runner.coding_tasks.harbor", "run_trial")
     has_space = any(c.isspace() for c in text)
     command = text.removeprefix("-- ")
     if command == text:
@@ -143,7 +147,7 @@ def _check_source(spec: str, path: Path, attribute: str) -> None:
 # ---- loading
 
 
-class CommandFailed(RuntimeError):
+class CommandFailed(AttemptFailed):
     """The agent's command ended with another exit code than 0."""
 
 
@@ -263,17 +267,27 @@ def _takes_task(function: Callable[..., Any]) -> bool:
 def _run_command(argv: Sequence[str], task: Json) -> None:
     """Run the command with the task on its standard input, in this process group.
 
-    A signal to the attempt's group so reaches the command, too.
+    A signal to the attempt's group so reaches the command, too. A task with tests runs elsewhere:
+    in a copy of its repository.
     """
+    if is_coding_task(task):
+        from agentrl.runner.coding_tasks.attempt import run_attempt  # which imports OpenTelemetry
+
+        words = [os.path.abspath(word) if os.path.isfile(word) else word for word in argv]
+        run_attempt(_filled_in(words, visible(task)), task)
+        return
+    process = subprocess.Popen(_filled_in(argv, task), stdin=subprocess.PIPE)
+    process.communicate(json.dumps(task).encode() + b"\n")
+    if code := process.returncode:
+        ended = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+        raise CommandFailed(f"the agent's command {ended}")
+
+
+def _filled_in(argv: Sequence[str], task: Json) -> list[str]:
+    """Return the command line with the task's values in place of ``{name}``."""
 
     def value(match: re.Match[str]) -> str:
         field = task.get(match[1], match[0])  # braces around anything but a field stay
         return field if isinstance(field, str) else json.dumps(field)
 
-    process = subprocess.Popen(
-        [_PLACEHOLDER.sub(value, word) for word in argv], stdin=subprocess.PIPE
-    )
-    process.communicate(json.dumps(task).encode() + b"\n")
-    if code := process.returncode:
-        ended = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
-        raise CommandFailed(f"the agent's command {ended}")
+    return [_PLACEHOLDER.sub(value, word) for word in argv]

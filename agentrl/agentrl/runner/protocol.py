@@ -56,6 +56,14 @@ class RunnerConfig:
         return str(Path(self.logs) / f"shared-{pid}.log")
 
 
+class AttemptFailed(RuntimeError):
+    """An attempt failed as its message says; a traceback of our modules would explain nothing."""
+
+    def __init__(self, message: str, state: AttemptState = AttemptState.ERROR) -> None:
+        super().__init__(message)
+        self.state = state
+
+
 @dataclass(frozen=True, slots=True)
 class AttemptEnding:
     """How an attempt ended, as its process or its worker sees it."""
@@ -65,12 +73,15 @@ class AttemptEnding:
     modules: Sequence[str] = ()  # installed modules that the attempt imported
 
     @classmethod
-    def of(cls, errors: Sequence[str], *, complete: bool) -> AttemptEnding:
-        """Return the ending of an agent that returned (no ``errors``) or failed."""
+    def of(cls, failures: Sequence[AttemptFailed], *, complete: bool) -> AttemptEnding:
+        """Return the ending of an agent that returned (no ``failures``) or failed."""
         if not complete:
             lost = "its spans or rewards did not reach the gateway"
-            return cls(AttemptState.INFRASTRUCTURE, "; the agent: ".join([lost, *errors]))
-        return cls(AttemptState.ERROR, errors[0]) if errors else cls(AttemptState.SUCCEEDED)
+            said = "; the agent: ".join([lost, *map(str, failures)])
+            return cls(AttemptState.INFRASTRUCTURE, said)
+        if failures:
+            return cls(failures[0].state, str(failures[0]))
+        return cls(AttemptState.SUCCEEDED)
 
 
 def send(fd: int, message: Mapping[str, Any]) -> None:

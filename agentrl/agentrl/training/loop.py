@@ -38,7 +38,7 @@ from agentrl.runs.summary import Ending, Summary
 from agentrl.timing import PhaseTimer
 from agentrl.training.clients import create_clients
 from agentrl.training.evaluation import evaluate_if_due
-from agentrl.training.metrics import report_step_failures, seconds_row, step_row
+from agentrl.training.metrics import PrefixHits, report_step_failures, seconds_row, step_row
 from agentrl.training.resume import verify_in_background
 from agentrl.training.rollout_queue import RolloutQueue
 from agentrl.training.session import RunError, Session
@@ -109,6 +109,7 @@ def train_step(run: TrainingRun, step: int) -> None:
     outcomes = run.store.outcomes(run.run_id, step=step, purpose=Purpose.TRAIN)
     report_step_failures(run, step, taken.rollouts, calls, whole, outcomes)
     row = step_row(step, taken, calls, batches, passes, outcomes, run.records.staleness)
+    row |= run.prefix_hits.metrics(run.session.gateway.health())
     row |= {"learning_rate": run.learning_rate(step), **seconds_row(timer), **seconds_row(parts)}
     run.guards.after_step(row, calls, taken.rollouts, whole.rewards)
     with timer("checkpoint"):
@@ -230,6 +231,7 @@ class TrainingRun:
             teaches=self.records.teaches,
         )  # fmt: skip
         self.notes = StepNotes(display.note)
+        self.prefix_hits = PrefixHits()
         self.thought_marks = thought_marks(Renderer(self._backend.tokenizer))
         self.saved: dict[str, str] = {}  # path of each adapter's newest version
         self.guards = Guards(

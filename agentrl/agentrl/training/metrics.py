@@ -120,6 +120,31 @@ def _update_metrics(epochs: Sequence[StepStats]) -> dict[str, Any]:
     return row
 
 
+class PrefixHits:
+    """Counts the prompt tokens that the sampler took from its prefix cache, step by step."""
+
+    def __init__(self) -> None:
+        self._before = (0, 0)
+
+    def metrics(self, health: Mapping[str, Any] | None) -> dict[str, float]:
+        """Return the share since the last call; nothing if the sampler does not count it.
+
+        Args:
+            health: the gateway's; None while it is not up.
+        """
+        counted = (health or {}).get("sampler") or {}
+        reused, computed = counted.get("reused_tokens"), counted.get("prefill_tokens")
+        asked = counted.get("prompt_tokens")  # vLLM's, those from its cache included
+        if reused is None or (computed is None and asked is None):
+            return {}
+        now = (int(reused), int(reused + computed if asked is None else asked))
+        if now[1] < self._before[1]:  # the sampler was started again
+            self._before = (0, 0)
+        hits, total = (x - y for x, y in zip(now, self._before, strict=True))
+        self._before = now
+        return {"tokens/prompts": total, "tokens/prompts_reused": hits / total} if total else {}
+
+
 def seconds_row(timer: PhaseTimer) -> dict[str, float]:
     return {f"seconds/{phase}": seconds for phase, seconds in timer.spent.items()}
 

@@ -107,7 +107,7 @@ def main(port: int, store_url: str, run_id: str, *options: str) -> None:
         provider_models=judges,
         operator_key=operator_key,
         run_id=run_id,
-        context_length=2048,
+        context_length=int(os.environ.get("BENCHMARK_CONTEXT", "2048")),
         defaults={"max_tokens": 256},
         accept_any_model=True,
         max_concurrent=1024,

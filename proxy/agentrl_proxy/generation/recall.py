@@ -6,6 +6,8 @@ remembered between requests.
 
 from __future__ import annotations
 
+from functools import partial
+
 from agentrl_proxy.protocols.chat import translated_request
 from agentrl_proxy.protocols.responses import responses_as_chat
 from agentrl_proxy.rendering.continuity import Conversations, prompt_of, remember_reply
@@ -22,7 +24,8 @@ def recall_reply(renderer: Renderer, conversations: Conversations, call: Call) -
     """
     if not call.prompt_ids or call.request is None or call.response is None:
         return
-    asked, params = translated_request(responses_as_chat, call.request), call.params
+    as_chat = partial(responses_as_chat, leave_out=True)  # it was accepted
+    asked, params = translated_request(as_chat, call.request), call.params
     renderer = renderer.with_switches(None, None, params.get("chat_template_kwargs") or {})
     prompt = prompt_of(renderer, call.prompt_ids, asked.messages, asked.tools, call.adapter)
     # The text as generation/response.py read it.

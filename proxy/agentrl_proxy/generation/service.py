@@ -119,7 +119,9 @@ class ChatService:
         recorded = {**_recorded_params(params), "continued": continued}
         if renderer.template_kwargs:
             recorded["chat_template_kwargs"] = renderer.template_kwargs
-        not_enforced: list[str] = []
+        if request.left_out:
+            recorded["left_out"] = list(request.left_out)
+        not_enforced = list(request.not_enforced)
         if constraint is not None:
             recorded["constrained"] = constraint.kind
             not_enforced += constraint.not_enforced

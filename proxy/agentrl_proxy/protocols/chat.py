@@ -271,6 +271,8 @@ class ChatRequest:
     first_choice: int = 0  # index in the response of this prompt's first choice
     earlier: Call | None = None
     """A call that the request names as its past, by an id of the Responses API."""
+    left_out: Sequence[str] = ()  # types of tools that the model is not shown
+    not_enforced: Sequence[str] = ()  # what the translation could not express
     scored: bool = False  # the answer has the log-probs of the prompt's tokens, too
 
 
@@ -331,12 +333,14 @@ def translated_request(
         ApiError: a field is wrong (400); it names the field as the dialect does.
     """
     chat, dialect = as_chat(raw)
+    left_out, not_enforced = chat.pop("left_out", ()), chat.pop("not_enforced", ())
     try:
         request = chat_request(chat)
     except ApiError as error:
         error.rename(dialect.names)
         raise
     request.raw, request.dialect = raw, dialect
+    request.left_out, request.not_enforced = left_out, not_enforced
     return request
 
 

@@ -37,7 +37,7 @@ from agentrl_proxy.protocols.fields import (
     check_body,
     text_or,
 )
-from agentrl_proxy.protocols.vendor_fields import refuse_unsupported
+from agentrl_proxy.protocols.vendor_fields import refuse_unsupported, without_tools
 
 # --- requests
 
@@ -77,7 +77,10 @@ _CUSTOM = {"name": NONEMPTY, "description": TEXT, "input_schema": JSON_SCHEMA, "
 _TOOL = Tagged(
     {"custom": Object(["name", "input_schema"], **_CUSTOM)},
     default="custom",
-    refusal=("unsupported_tool", "a server tool; this model has client tools only"),
+    refusal=(
+        "unsupported_tool",
+        "a server tool; this model has client tools only; gateway.leave_out_tools leaves them out",
+    ),
 )
 _FORMAT = Tagged({"json_schema": Object(["schema"], schema=JSON_SCHEMA)})
 COUNT = Object(
@@ -108,7 +111,11 @@ MESSAGES = Object(
 
 
 def messages_as_chat(
-    raw: dict[str, Any], provider_model: str | None = None, *, counted: bool = False
+    raw: dict[str, Any],
+    provider_model: str | None = None,
+    *,
+    counted: bool = False,
+    leave_out: bool = False,
 ) -> tuple[dict[str, Any], MessagesDialect]:
     """Translate a request of ``/v1/messages`` or its ``count_tokens`` to the fields of chat
     completions, and make its answer's dialect.
@@ -116,11 +123,15 @@ def messages_as_chat(
     Args:
         provider_model: LiteLLM's name of the model that answers; None for our own.
         counted: whether only the tokens of the prompt are counted.
+        leave_out: leave tools out that only Anthropic runs; else they are refused.
 
     Raises:
         ApiError: a field is wrong (400).
     """
     ours = provider_model is None
+    left_out: list[str] = []
+    if leave_out:
+        raw, left_out = without_tools(raw, ("custom",))
     # LiteLLM would drop wrong and unsupported fields silently, or fail on them.
     check_body(COUNT if counted else MESSAGES, raw, ours=ours)
     if ours and raw["messages"][-1]["role"] == "assistant":
@@ -132,7 +143,7 @@ def messages_as_chat(
     if provider_model is None:
         chat, names = conversion.chat_of_messages(readable), dict[str, str]()
         chat |= {name: raw.get(name) for name in ("thinking", *TEMPLATE)}
-        chat["reasoning_effort"] = config.get("effort")
+        chat |= {"reasoning_effort": config.get("effort"), "left_out": left_out}
     else:
         chat, names = translation.chat_of_messages(readable, provider_model)
     if (raw.get("tool_choice") or {}).get("disable_parallel_tool_use"):

@@ -1,8 +1,8 @@
 """Read requests of OpenAI's Responses API, and write its answers and events.
 
 A request becomes one of chat completions: conversion.py, or translation.py for a provider's model.
-What it refers to by id has been put in its place before (requests/stored_responses.py). Does not
-know tokens.
+What it refers to by id has been put in its place before (requests/stored_responses.py); tools that
+are no functions become such (response_tools.py). Does not know tokens.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from agentrl_proxy.errors import ApiError, Names, invalid
-from agentrl_proxy.protocols import conversion, translation
+from agentrl_proxy.protocols import conversion, response_tools, translation
 from agentrl_proxy.protocols.chat import (
-    FUNCTION,
     MAX_MESSAGES,
     MAX_TOKENS,
     MAX_TOOLS,
@@ -41,7 +40,7 @@ from agentrl_proxy.protocols.fields import (
     one_of,
     text_or,
 )
-from agentrl_proxy.protocols.vendor_fields import refuse_unsupported
+from agentrl_proxy.protocols.vendor_fields import refuse_unsupported, without_tools
 
 # --- requests
 
@@ -72,16 +71,24 @@ _ITEM = Tagged(
             content=text_or(_PART),
         ),
         "function_call": Object(
-            ["call_id", "name", "arguments"], call_id=TEXT, name=TEXT, arguments=TEXT
+            ["call_id", "name", "arguments"],
+            call_id=TEXT,
+            name=TEXT,
+            arguments=TEXT,
+            namespace=TEXT,
         ),
         "function_call_output": Object(["call_id", "output"], call_id=TEXT, output=text_or(_PART)),
         "reasoning": Object(
             [], summary=Array(Tagged({"summary_text": Object(["text"], text=TEXT)}))
         ),
+        **response_tools.call_items(_PART),
     },
     default="message",
 )
-_NO_BUILT_IN = ("unsupported_tool", "this model has no built-in tools")
+_NO_BUILT_IN = (
+    "unsupported_tool",
+    "this model has no built-in tools; gateway.leave_out_tools leaves them out",
+)
 _FORMATS = dict.fromkeys(("text", "json_object"), Object([])) | {"json_schema": SCHEMA_FORMAT}
 _NAMED = Object(["name"], name=TEXT)
 _ITEMS_SENT = Array(_ITEM, minimum=1, maximum=MAX_MESSAGES)
@@ -95,7 +102,7 @@ RESPONSES = Object(
     max_tool_calls=replace(integer(0), for_provider=None),
     store=BOOLEAN,
     truncation=one_of("auto", "disabled"),
-    tools=Array(Tagged({"function": FUNCTION}, refusal=_NO_BUILT_IN), maximum=MAX_TOOLS),
+    tools=Array(Tagged(response_tools.TOOLS, refusal=_NO_BUILT_IN), maximum=MAX_TOOLS),
     tool_choice=tool_choice(_NAMED, allowed_tools(_NAMED)),
     text=Object([], format=Tagged(_FORMATS)),
     include=Array(replace(ANYTHING, schema={"enum": [_WITH_LOGPROBS]})),
@@ -110,20 +117,25 @@ RESPONSES = Object(
 
 
 def responses_as_chat(
-    raw: dict[str, Any], provider_model: str | None = None
+    raw: dict[str, Any], provider_model: str | None = None, *, leave_out: bool = False
 ) -> tuple[dict[str, Any], ResponsesDialect]:
     """Translate a request of ``/v1/responses`` to the fields of chat completions, and make its
     answer's dialect.
 
     Args:
         provider_model: LiteLLM's name of the model that answers; None for our own.
+        leave_out: leave tools out that only OpenAI runs; else they are refused.
 
     Raises:
         ApiError: a field is wrong (400).
     """
+    original, left_out = raw, list[str]()
+    if leave_out:
+        raw, left_out = without_tools(raw, response_tools.TOOLS)
     # LiteLLM would drop wrong and unsupported fields silently, or fail on them.
     check_body(RESPONSES, raw, ours=provider_model is None)
     refuse_unsupported(raw, _UNSUPPORTED, ours=provider_model is None)
+    raw, free = response_tools.as_functions(raw)
     called = set[str]()
     for i, item in enumerate(raw["input"] if isinstance(raw["input"], list) else ()):
         if item.get("type") == "function_call":
@@ -159,7 +171,9 @@ def responses_as_chat(
     for name in ("stop", "seed", "top_k"):  # useful, though not of this API
         if raw.get(name) is not None:
             chat[name] = raw[name]
-    return chat, ResponsesDialect(raw)
+    if provider_model is None:
+        chat |= {"left_out": left_out, "not_enforced": [f"grammar of {name}" for name in free]}
+    return chat, ResponsesDialect(original)
 
 
 # --- answers
@@ -191,6 +205,8 @@ _ITEMS: dict[str, tuple[str, str, str, dict[str, int]]] = {
     "reasoning": ("rs", "reasoning_summary_text", "reasoning_summary_part", {"summary_index": 0}),
     "message": ("msg", "output_text", "content_part", {"content_index": 0}),
     "function_call": ("fc", "function_call_arguments", "", {}),
+    "custom_tool_call": ("fc", "custom_tool_call_input", "", {}),
+    "local_shell_call": ("fc", "", "", {}),
 }
 
 
@@ -215,9 +231,11 @@ class ResponsesDialect(BlockEvents):
             for name, default in _REPEATED.items()
         }
         self._repeated["truncation"] = "disabled"  # a prompt too long is refused
+        self._kinds = response_tools.kinds_of(request)
         self._sequence = 0
         self._item: dict[str, Any] = {}  # the open item
-        self._said: dict[str, Any] = {}  # its part; a tool call has none, and is itself extended
+        self._said: dict[str, Any] = {}  # its part; a tool call has none, only arguments
+        self._call: dict[str, Any] = {}  # the first piece of an open call
 
     def end(self, response: dict[str, Any]) -> bytes:
         out = self._close()
@@ -239,7 +257,7 @@ class ResponsesDialect(BlockEvents):
             items.append(_item("message", heading, message["content"] or "", entries_of(choice)))
         for i, call in enumerate(calls):
             arguments = call["function"]["arguments"]
-            items.append(_item("function_call", heading, arguments, call={"index": i, **call}))
+            items.append(self._call_item(heading, {"index": i, **call}, arguments))
         incomplete = _INCOMPLETE.get(choice["finish_reason"])
         status = "incomplete" if incomplete else "completed"
         said = self._response(heading, status, items, response["usage"])
@@ -273,7 +291,11 @@ class ResponsesDialect(BlockEvents):
 
     def _opened(self, said: dict[str, Any]) -> bytes:
         assert self._heading is not None
-        self._item = self._said = _item(self._kind, self._heading, call=said)
+        if self._kind == "function_call":
+            self._call, self._said = said, {"arguments": ""}
+            self._item = self._call_item(self._heading, said, "")
+        else:
+            self._item = self._said = _item(self._kind, self._heading)
         added = {**self._item, "status": "in_progress"}
         if parts := {"reasoning": "summary", "message": "content"}.get(self._kind):
             [self._said], added[parts] = self._item[parts], []
@@ -283,15 +305,25 @@ class ResponsesDialect(BlockEvents):
     def _extend(self, text: str, choice: dict[str, Any]) -> bytes:
         said: dict[str, Any] = {"delta": text}
         self._said["arguments" if self._kind == "function_call" else "text"] += text
+        if self._item["type"] in ("custom_tool_call", "local_shell_call"):
+            return b""  # it is known once the arguments are whole
         if self._kind == "message":
             said["logprobs"] = entries_of(choice) or []
             self._said["logprobs"] += said["logprobs"]
         return self._item_event(_ITEMS[self._kind][1], "delta", said)
 
     def _closed(self) -> bytes:
-        names = ("name", "arguments", "text", "logprobs")
-        said = {name: self._said[name] for name in names if name in self._said}
-        out = self._item_event(_ITEMS[self._kind][1], "done", said) + self._part_event("done")
+        of, out = self._said, b""
+        if self._kind == "function_call":
+            assert self._heading is not None
+            of = self._item = self._call_item(self._heading, self._call, of["arguments"])
+        what = _ITEMS[self._item["type"]][1]
+        if "input" in of:
+            out += self._item_event(what, "delta", {"delta": of["input"]})
+        names = ("name", "arguments", "input", "text", "logprobs")
+        said = {name: of[name] for name in names if name in of}
+        out += self._item_event(what, "done", said) if what else b""
+        out += self._part_event("done")
         done = {"output_index": self._index, "item": self._item}
         return out + self._event("response.output_item.done", **done)
 
@@ -304,6 +336,13 @@ class ResponsesDialect(BlockEvents):
         return self._event(f"response.{what}.{name}", **place, **said)
 
     # --- objects
+
+    def _call_item(self, heading: Heading, call: dict[str, Any], arguments: str) -> dict[str, Any]:
+        name = call["function"]["name"]
+        kind = self._kinds.get(name) or {"type": "function_call", "name": name}
+        item = _item(kind["type"], heading)
+        item |= {"id": f"{item['id']}_{call['index']}", "call_id": call["id"]}
+        return item | response_tools.call_item(kind, arguments)
 
     def _response(
         self, heading: Heading, status: str, output: list[dict[str, Any]], usage: dict[str, Any]
@@ -327,14 +366,11 @@ def _item(
     heading: Heading,
     text: str = "",
     logprobs: list[dict[str, Any]] | None = None,
-    *,
-    call: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     own = f"{_ITEMS[kind][0]}_{heading.id.removeprefix(ResponsesDialect.id_prefix)}"
     item: dict[str, Any] = {"id": own, "type": kind, "status": "completed"}
-    if call:
-        item |= {"id": f"{own}_{call['index']}", "call_id": call["id"]}
-        return item | {"name": call["function"]["name"], "arguments": text}
+    if kind.endswith("_call"):
+        return item
     if kind == "reasoning":
         return item | {"summary": [{"type": "summary_text", "text": text}]}
     part = {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs or []}

@@ -90,6 +90,23 @@ def _refusal(name: str, instead: str) -> ApiError:
     return invalid(name, f"{name} is not supported; {instead}", code="unsupported_parameter")
 
 
+def without_tools(raw: dict[str, Any], kinds: Collection[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return a request without the tools of other types, and the types of these.
+
+    Args:
+        kinds: the types of tools that a client runs itself.
+    """
+    tools = raw.get("tools")
+    if not isinstance(tools, list):
+        return raw, []
+    types = [tool.get("type") if isinstance(tool, dict) else None for tool in tools]
+    hosted = [isinstance(one, str) and one not in kinds for one in types]
+    kept = [tool for tool, out in zip(tools, hosted, strict=True) if not out]
+    return {**raw, "tools": kept or None}, [
+        str(one) for one, out in zip(types, hosted, strict=True) if out
+    ]
+
+
 def allowed_only(
     allowed: dict[str, Any], tools: list[dict[str, Any]]
 ) -> tuple[str, list[dict[str, Any]]]:

@@ -270,7 +270,7 @@ def _written_alike(
     with contextlib.suppress(ApiError):  # a template may refuse what is only a beginning
         for said in conversations.answers(renderer.text(asked, tools), adapter):
             text, ours = renderer.text(beginning, tools, generate=False), said.reply
-            if "tool_calls" in reply and _calls_digest(ours) == _calls_digest(reply):
+            if "tool_calls" in reply and _same_calls(ours, reply, tools):
                 ours = {**ours, "tool_calls": reply["tool_calls"]}  # as the agent spells them
             if renderer.text([*asked, ours], tools, generate=False) == text:
                 return said, None
@@ -335,8 +335,29 @@ def _ids_of(renderer: Renderer, ids: list[int], text: str) -> list[int]:
     return renderer.encode(text) if text else []
 
 
-def _calls_digest(reply: Message) -> bytes:
-    return _digest([call["function"] for call in reply.get("tool_calls") or ()])
+def _same_calls(ours: Message, sent: Message, tools: list[dict[str, Any]] | None) -> bool:
+    """Compare calls by value. Some clients add the defaults of a tool's schema."""
+    defaults = dict[str, dict[str, Any]]()
+    for function in (tool["function"] for tool in tools or ()):
+        fields = (function.get("parameters") or {}).get("properties") or {}
+        defaults[function["name"]] = {
+            name: field["default"]
+            for name, field in (fields.items() if isinstance(fields, dict) else ())
+            if isinstance(field, dict) and "default" in field
+        }
+
+    def digest(reply: Message) -> bytes:
+        calls = [call["function"] for call in reply.get("tool_calls") or ()]
+        return _digest(
+            [
+                {**call, "arguments": {**defaults.get(call["name"], {}), **call["arguments"]}}
+                if isinstance(call["arguments"], dict)
+                else call
+                for call in calls
+            ]
+        )
+
+    return digest(ours) == digest(sent)
 
 
 def _digest(value: Any, before: bytes = b"") -> bytes:

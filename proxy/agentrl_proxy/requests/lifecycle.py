@@ -21,6 +21,7 @@ from agentrl_proxy.requests.attempts import AttemptMemory
 from agentrl_proxy.requests.client_retries import Completion
 from agentrl_proxy.requests.rate_limits import Admission
 from agentrl_proxy.requests.recording import agent_name, is_retry, latest_state, request_id
+from agentrl_proxy.requests.speakers import speaker_of
 from agentrl_proxy.server.sse import Write
 from agentrl_tracer.schemas import AttemptState, CallState, new_id
 from agentrl_tracer.store.faults import unexpected
@@ -106,7 +107,10 @@ class ClientRequest:
     commits: ClassVar[set[asyncio.Task[Any]]] = set()  # kept until they end
 
     def __post_init__(self, digest: bytes) -> None:
-        self.dialect, self.agent = self.parts[0].dialect, agent_name(self.headers)
+        part, rules = self.parts[0], self.admission.deps.speakers
+        self.dialect, self.agent = part.dialect, agent_name(self.headers)
+        if self.agent is None and rules:
+            self.agent = speaker_of(rules, part, self.headers, self.raw["model"])
         name = self.headers.get("idempotency-key", "")
         said = f"{self.dialect.id_prefix}{self.agent}\0{name}\0".encode()
         self.key = blake2b(said + digest, digest_size=16).digest()

@@ -11,7 +11,7 @@ from call_records import make, rollout
 from documented_metrics import documented, undocumented
 from small_learner import one_step
 
-from agentrl.training.metrics import count_failures, step_row
+from agentrl.training.metrics import PrefixHits, count_failures, step_row
 from agentrl.training.rollout_queue import StepRollouts
 from agentrl.training.staleness import StalenessLimit
 from agentrl_tracer.schemas import Call, NewRollout, Outcomes, Purpose, RolloutState
@@ -105,3 +105,19 @@ def test_a_failure_is_counted_by_its_last_line(reason: str | None, said: str) ->
 def test_the_page_names_nothing_twice() -> None:
     names = documented()
     assert len(names) == len(set(names)) > 60
+
+
+def test_the_share_of_prompts_from_the_prefix_cache() -> None:
+    hits = PrefixHits()
+    embedded = {"prefill_tokens": 100, "reused_tokens": 300}
+    assert hits.metrics({"sampler": embedded}) == {
+        "tokens/prompts": 400,
+        "tokens/prompts_reused": 0.75,
+    }
+    assert hits.metrics({"sampler": embedded}) == {}  # nothing was asked since
+    assert hits.metrics(None) == {}
+    again = {"prefill_tokens": 30, "reused_tokens": 10}  # of a new process
+    assert hits.metrics({"sampler": again})["tokens/prompts_reused"] == 0.25
+    vllm = PrefixHits().metrics({"sampler": {"prompt_tokens": 200, "reused_tokens": 150}})
+    assert vllm == {"tokens/prompts": 200, "tokens/prompts_reused": 0.75}
+    assert PrefixHits().metrics({"sampler": {"sampler": "tinker"}}) == {}

@@ -79,10 +79,23 @@ def test_groups_go_one_by_one_when_one_is_enough() -> None:
     batches = pack(groups, token_budget=1000, enough=130)
     assert [batch.input_ids.numel() for batch in batches] == [140, 140, 140]
     assert [len(pack(groups, token_budget=1000, enough=n)) for n in (141, 281, 500)] == [2, 1, 1]
-    # What is shared is not computed again, and the budget holds all the same.
+    # What is shared is not computed again.
     assert len(pack(groups[:4], token_budget=1000, enough=10)) == 1
-    cut = pack(groups[:4], token_budget=125, enough=10)
-    assert [batch.input_ids.numel() for batch in cut] == [120, 120]
+
+
+def test_what_rows_over_the_budget_share_becomes_a_stem() -> None:
+    """Four rows of 100 + 10 tokens. The last of the 100 predicts the first that trains."""
+    prompt = [*range(100)]
+    group = [made([*prompt, *[i] * 11], [100, 110]) for i in range(4)]
+    (batch,) = pack(group, token_budget=125)
+    assert batch.stem is not None
+    assert (batch.stem.tokens, batch.stem.parent) == (prompt[:99], None)
+    assert batch.input_ids.numel() == 1 + 4 * 10
+    assert batch.trie is not None
+    assert batch.trie.depths[:3].tolist() == [99, 100, 101]
+    assert batch.places[0] == 0
+    counts = count_tokens(group, [batch])
+    assert counts.fed == counts.unique == 140
 
 
 def made(tokens: list[int], trained: list[int]) -> TrainingRow:

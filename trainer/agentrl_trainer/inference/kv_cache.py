@@ -36,6 +36,8 @@ KEEP_EMPTY = 4096
 MIN_PREFIX = 8
 """Sharing fewer tokens than this is not worth a copy."""
 MOST_PREFIXES = 1024
+_SPARE = 0.5
+"""Share of the pool up to which rectangles grow by doubling."""
 _CPU_SHARE, _CUDA_SHARE = 0.25, 0.6
 _CPU_MOST_BYTES = 4 * 2**30
 
@@ -226,15 +228,16 @@ class Rows(ABC):
     def reserve(self, rows: int, time: int, *, force: bool = False) -> bool:
         """Make room for ``rows`` rows of ``time`` tokens; False if the pool forbids it.
 
-        Grows by doubling while the pool allows it, else to exactly what is needed. ``force``
-        exceeds the limit, so that a lone sequence can go on.
+        Grows by doubling while much of the pool is free, else to exactly what is needed, because
+        prefixes would have to go for the rest. ``force`` exceeds the limit, so that a lone sequence
+        can go on.
         """
         if rows <= self.rows and time <= self.time:
             return True
         time = -(-time // TIME_STEP) * TIME_STEP
         held = self.rows * self.time
         doubled = (_grown(rows, self.rows, MIN_ROWS), _grown(time, self.time, MIN_TIME))
-        if self._pool.used + math.prod(doubled) - held <= self._pool.limit:
+        if self._pool.used + math.prod(doubled) - held <= self._pool.limit * _SPARE:
             self._resize(*doubled)
             return True
         # Callers say what *all* rows need, so this may shrink a rectangle that was longer.

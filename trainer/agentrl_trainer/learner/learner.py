@@ -8,7 +8,7 @@ active at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -29,9 +29,15 @@ from agentrl_trainer.learner.loss_options import (
 from agentrl_trainer.learner.losses import LOSSES, CustomLoss, Sums, add_sums, token_sums
 from agentrl_trainer.learner.optimizers import VALUE, AdapterOptimizers
 from agentrl_trainer.learner.prepare_batch import finite_parts
+from agentrl_trainer.learner.stems import OpenStems
 from agentrl_trainer.learner.step_stats import StepStats, step_stats
 from agentrl_trainer.learner.value_head import ValueHead, value_loss
-from agentrl_trainer.models.loading import BaseModel, checkpoint_layers, evaluation_mode
+from agentrl_trainer.models.loading import (
+    BaseModel,
+    checkpoint_layers,
+    evaluation_mode,
+    layers_recomputed,
+)
 from agentrl_trainer.models.lora import (
     adapter_parameters,
     attach_adapter,
@@ -84,6 +90,7 @@ class Learner(AdapterOptimizers):
         self._train(adapters[0], seed)
         for i, name in enumerate(adapters[1:], start=1):
             self.add_adapter(name, rank=rank, alpha=alpha, targets=targets, seed=seed + i)
+        self._checkpointing = gradient_checkpointing
         if gradient_checkpointing:
             checkpoint_layers(base.model)
 
@@ -158,9 +165,7 @@ class Learner(AdapterOptimizers):
     ) -> list[list[float]]:
         """Collect the [N] values of each micro-batch, aligned with the rows' tokens."""
         result = [[0.0] * len(row.tokens) for row in rows]
-        for batch in self._pack(rows):
-            batch = batch.to(self.base.device)
-            self._activate(batch.adapter)
+        for batch in self._ready(self._pack(rows), backward=False):
             values = function(batch)
             if len(batch.indices) == 1 or bool(values.isfinite().all()):
                 scatter(batch, values, result)
@@ -207,15 +212,37 @@ class Learner(AdapterOptimizers):
         return with_extra(rows, proximal=self.forward(rows))
 
     def _pack(self, rows: Sequence[TrainingRow]) -> list[MicroBatch]:
-        on_cpu = self.base.device.type == "cpu"
-        enough = TOKENS_PER_THREAD * torch.get_num_threads() if on_cpu else None
         share = self.why_not_shared is None
-        return pack(rows, token_budget=self.token_budget, enough=enough, share=share)
+        return pack(rows, token_budget=self.token_budget, enough=self._enough, share=share)
+
+    @property
+    def _enough(self) -> int | None:
+        """Tokens that keep a CPU busy."""
+        on_cpu = self.base.device.type == "cpu"
+        return TOKENS_PER_THREAD * torch.get_num_threads() if on_cpu else None
+
+    def _ready(self, batches: Sequence[MicroBatch], *, backward: bool) -> Iterator[MicroBatch]:
+        """Yield micro-batches on the device, their adapters active and their stems computed.
+
+        With ``backward``, gradients go through the stems behind the last micro-batch of each.
+        """
+        stems = OpenStems(
+            batches, self._logprobs.states, self._activate, self.base.device,
+            keep=self.token_budget, segment=min(self.token_budget, self._enough or 2**20),
+            backward=backward,
+        )  # fmt: skip
+        for batch in batches:
+            before = stems.before(batch.stem)
+            self._activate(batch.adapter)
+            batch = batch.to(self.base.device)
+            over = backward and batch.input_ids.numel() > self.token_budget  # a single row
+            with layers_recomputed(self.model, over and not self._checkpointing):
+                yield replace(batch, trie=batch.trie and replace(batch.trie, stem=before))
+        stems.before(None)
 
     def _forward_batch(self, batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
         """Compute [N] float32 log-probs of the targets; with a value function, [N, hidden] states
         too, through which no gradient flows."""
-        self._activate(batch.adapter)
         if self.value is None:
             return self._logprobs(batch), None
         hidden = self._logprobs.hidden(batch)
@@ -260,8 +287,7 @@ class Learner(AdapterOptimizers):
         loss_sum = 0.0
         batches = self._pack(rows)
         with torch.set_grad_enabled(backward):
-            for batch in batches:
-                batch = batch.to(self.base.device)
+            for batch in self._ready(batches, backward=backward):
                 logprobs, hidden = self._forward_batch(batch)
                 more = {"sequences": batch.rows, **_columns(rows, batch, LOSS_EXTRA)}
                 given = (logprobs, batch.logprobs, batch.advantages, config)
@@ -319,8 +345,9 @@ class Learner(AdapterOptimizers):
         """
         batches = self._pack(rows)
         kept: Tensor | None = None
-        if len(batches) == 1:
-            kept, _ = self._forward_batch(batches[0].to(self.base.device))
+        if len(batches) == 1 and batches[0].stem is None:
+            [batch] = self._ready(batches, backward=True)
+            kept, _ = self._forward_batch(batch)
             found = [[0.0] * len(row.tokens) for row in rows]
             scatter(batches[0], kept.detach(), found)
         else:
@@ -332,8 +359,7 @@ class Learner(AdapterOptimizers):
         grads = torch.autograd.grad(loss, logprobs, allow_unused=True, materialize_grads=True)
         slopes = {index: grad.tolist() for index, grad in enumerate(grads)}
         sums: Sums = {}
-        for batch in batches:
-            batch = batch.to(self.base.device)
+        for batch in self._ready(batches, backward=True):
             computed = self._forward_batch(batch)[0] if kept is None else kept
             sums = add_sums(sums, token_sums(computed, computed - batch.logprobs))
             if not self._backward((computed * _gather(batch, slopes)).sum(), batch.adapter):

@@ -26,6 +26,7 @@ from agentrl_trainer.learner.model_support import (
     why_not_by_parts,
     why_not_causal,
 )
+from agentrl_trainer.models.prefix_attention import Trie
 from agentrl_trainer.models.sources import ModelError
 
 MAX_LOGITS = 2**24
@@ -60,8 +61,12 @@ class TokenLogprobs:
 
     def hidden(self, batch: MicroBatch) -> Tensor:
         """Compute [N, hidden], the decoder's output from which each trained token is predicted."""
-        trie = batch.trie and replace(batch.trie, flex=not self.why_no_flex)
-        return decoder_states(self.model, batch.input_ids, trie)[batch.places]
+        return self.states(batch.input_ids, batch.trie)[batch.places]
+
+    def states(self, input_ids: Tensor, trie: Trie | None) -> Tensor:
+        """Compute [tokens, hidden], the decoder's output for all tokens."""
+        trie = trie and replace(trie, flex=not self.why_no_flex)
+        return decoder_states(self.model, input_ids, trie)
 
     def of_hidden(
         self, hidden: Tensor, targets: Tensor, temperatures: Tensor | None = None

@@ -5,7 +5,8 @@ Knows transformers, not adapters, sampling or training.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -182,6 +183,20 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             layer.training = True
+
+
+@contextlib.contextmanager
+def layers_recomputed(model: Any, wanted: bool) -> Iterator[None]:
+    """Compute layers again in backwards meanwhile, if that is wanted and the model can do it."""
+    base = model.get_base_model()
+    if not (wanted and base.supports_gradient_checkpointing):
+        yield
+        return
+    checkpoint_layers(base)
+    try:
+        yield
+    finally:
+        evaluation_mode(model)
 
 
 def _load_config(

@@ -8,10 +8,13 @@ are the row's *branch*; all branches, one after the other, are the trie: each di
 In a transformer only attention mixes tokens, so every other layer runs over the trie as if it were
 one row. In attention, the queries of a branch meet the keys of their whole row, gathered from their
 places in the trie; gradients of a shared prefix add up in the backward. This is exact: only the
-order of floating-point sums differs from rows. On a GPU ``flex_attention`` does the same without
-gathering: with sorted rows, two comparisons tell whether a key is on a query's path.
+order of floating-point sums differs from rows. A trie may continue a *stem*: tokens that all its
+rows begin with, whose keys and values were computed before (``learner/stems.py``). On a GPU
+``flex_attention`` does the same without gathering: with sorted rows, two comparisons tell whether a
+key is on a query's path.
 
-Shapes: U tokens of the trie, n rows of a block, q queries and k keys per row, H heads, D head size.
+Shapes: P tokens of the stem, U tokens of the trie, n rows of a block, q queries and k keys per row,
+H heads, D head size.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -52,15 +55,19 @@ class Block:
     """Branches of similar shape. Padded keys come after all queries, so causality hides them."""
 
     queries: Tensor  # [n, q] places in the trie
-    keys: Tensor  # [n, k] places in the trie, the row from its first token on
+    keys: Tensor  # [n, k] places in the trie, the row from its first token after the stem on
     depths: Tensor  # [n, q] the queries' positions in their rows
     causal: bool  # every branch is a whole row: an ordinary causal attention
+    before: int = 0  # P
     _masks: dict[Any, Tensor] = field(default_factory=dict[Any, Tensor])
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Return [n, 1, q, k], 0 where the query sees the key, else -inf; cached for all layers."""
+        """Return [n, 1, q, P + k], 0 where the query sees the key, else -inf.
+
+        Cached for all layers.
+        """
         if (window, dtype) not in self._masks:
-            at = torch.arange(self.keys.shape[1], device=self.keys.device)
+            at = torch.arange(self.before + self.keys.shape[1], device=self.keys.device)
             distance = self.depths[:, None, :, None] - at
             hidden = distance < 0
             if window is not None:
@@ -72,7 +79,11 @@ class Block:
 
     def to(self, device: torch.device) -> Block:
         parts = (moved(x, device) for x in (self.queries, self.keys, self.depths))
-        return Block(*parts, causal=self.causal)
+        return Block(*parts, causal=self.causal, before=self.before)
+
+
+KeysValues: TypeAlias = dict[nn.Module, tuple[Tensor, ...]]
+"""By attention module: keys and values, each [1, H, tokens, D]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,22 +95,30 @@ class Trie:
     depths: Tensor  # [U] each token's position in its rows
     ends: Tensor  # [U] one past the last token whose row goes through this one
     flex: bool = False  # attention by ``flex_attention``, without ``blocks``
+    before: int = 0  # P
+    stem: KeysValues | None = None  # of the P tokens
+    made: KeysValues | None = None  # gets the keys and values of the trie's own tokens
     _masks: dict[int | None, BlockMask] = field(default_factory=dict[int | None, BlockMask])
 
     def to(self, device: torch.device) -> Trie:
         parts = (moved(x, device) for x in (self.order, self.depths, self.ends))
-        return Trie([block.to(device) for block in self.blocks], *parts, flex=self.flex)
+        blocks = [block.to(device) for block in self.blocks]
+        return Trie(blocks, *parts, flex=self.flex, before=self.before)
 
     def sees(self, window: int | None) -> _mask_mod_signature:
         """Return flex_attention's test whether a query sees a key.
 
         Rows are sorted, so the tokens whose rows go through a token are one range behind it.
         """
-        depths, ends = self.depths, self.ends
+        depths, ends, before = self.depths, self.ends, self.before
 
         def see(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            path = (key <= query) & (query < ends[key])
-            return path if window is None else path & (depths[query] - depths[key] < window)
+            own = key if not before else (key - before).clamp(min=0)
+            path = (own <= query) & (query < ends[own])
+            depth = depths[own]
+            if before:
+                path, depth = path | (key < before), torch.where(key < before, key, depth)
+            return path if window is None else path & (depths[query] - depth < window)
 
         return see
 
@@ -108,7 +127,7 @@ class Trie:
         if window not in self._masks:
             size = len(self.ends)
             self._masks[window] = create_block_mask(
-                self.sees(window), None, None, size, size, self.ends.device,
+                self.sees(window), None, None, size, self.before + size, self.ends.device,
                 _compile=self.ends.is_cuda,  # else the whole [U, U] is held
             )  # fmt: skip
         return self._masks[window]
@@ -135,8 +154,13 @@ def longer_prefix(have: Sequence[int], want: Sequence[int], best: int) -> int:
     return common_prefix(have, want)
 
 
-def pack_trie(rows: Sequence[Sequence[int]]) -> tuple[list[int], list[list[int]], Trie]:
+def pack_trie(
+    rows: Sequence[Sequence[int]], before: int = 0
+) -> tuple[list[int], list[list[int]], Trie]:
     """Make a trie of rows that are sorted and not empty.
+
+    Args:
+        before: tokens that the rows had before these, the same for all: the length of the stem.
 
     Returns its tokens [U]; for each row, where its tokens are among them, so that
     ``tokens[paths[b][t]]`` is token t of row b; and what attention needs.
@@ -145,24 +169,26 @@ def pack_trie(rows: Sequence[Sequence[int]]) -> tuple[list[int], list[list[int]]
     depths: list[int] = []
     ends: list[int] = []
     paths: list[list[int]] = []
-    starts: list[int] = []  # the depth at which each row's branch begins
+    starts: list[int] = []  # the token of the row at which its branch begins
     path: list[int] = []
-    for before, row in pairwise(([], *rows)):
-        shared = common_prefix(before, row)
+    for last, row in pairwise(([], *rows)):
+        shared = common_prefix(last, row)
         for left in path[shared:]:
             ends[left] = len(tokens)
         path = [*path[:shared], *range(len(tokens), len(tokens) + len(row) - shared)]
         paths.append(path)
         starts.append(shared)
         tokens.extend(row[shared:])
-        depths.extend(range(shared, len(row)))
+        depths.extend(range(before + shared, before + len(row)))
         ends.extend([0] * (len(row) - shared))
-    blocks, order = _plan(starts, paths, len(tokens))
-    last = torch.tensor([end or len(tokens) for end in ends])
-    return tokens, paths, Trie(blocks, order, torch.tensor(depths), last)
+    blocks, order = _plan(starts, paths, len(tokens), before)
+    after = torch.tensor([end or len(tokens) for end in ends])
+    return tokens, paths, Trie(blocks, order, torch.tensor(depths), after, before=before)
 
 
-def _plan(starts: list[int], paths: list[list[int]], size: int) -> tuple[list[Block], Tensor]:
+def _plan(
+    starts: list[int], paths: list[list[int]], size: int, before: int
+) -> tuple[list[Block], Tensor]:
     blocks: list[Block] = []
     order = torch.empty(size, dtype=torch.int64)
     done = 0
@@ -176,7 +202,8 @@ def _plan(starts: list[int], paths: list[list[int]], size: int) -> tuple[list[Bl
             done += queries.shape[1]
         # Padded queries stay among the keys: beyond a sliding window they would see none (NaN).
         depths = (first[:, None] + torch.arange(queries.shape[1])).clamp(max=keys.shape[1] - 1)
-        blocks.append(Block(queries, keys, depths, causal=not bool(first.any())))
+        causal = not (before or bool(first.any()))
+        blocks.append(Block(queries, keys, before + depths, causal, before))
     return blocks, order
 
 
@@ -232,7 +259,12 @@ def trie_attention(
         return out.transpose(1, 2), None
     if any(kwargs.get(name) is not None for name in ("sinks", "position_bias")):
         raise ValueError("it adds biases to attention scores")
+    if trie.made is not None:
+        trie.made.setdefault(module, (key, value))  # a checkpointed layer comes here twice
+    past = None if trie.stem is None else trie.stem[module]
     if trie.flex and sinks is None:
+        if past is not None:
+            key, value = (torch.cat(pair, 2) for pair in zip(past, (key, value), strict=True))
         return _flex(query, key, value, trie, scaling, sliding_window, softcap), None
     # [U, H * D], of which rows are quick to gather and to add up.
     queries, keys, values = (x[0].transpose(0, 1).flatten(1) for x in (query, key, value))
@@ -240,6 +272,9 @@ def trie_attention(
     for block in trie.blocks:
         q = _gather(queries, block.queries, query)
         k, v = _gather(keys, block.keys, key), _gather(values, block.keys, value)
+        if past is not None:
+            pairs = zip(past, (k, v), strict=True)
+            k, v = (torch.cat([x.expand(len(own), -1, -1, -1), own], 2) for x, own in pairs)
         plain = block.causal and sliding_window is None
         mask = None if plain and by_sdpa else block.mask(sliding_window, q.dtype)
         if by_sdpa:

@@ -14,6 +14,7 @@ from itertools import takewhile
 from typing import Any
 
 from agentrl.runs.excerpts import excerpt, text_of
+from agentrl_proxy.protocols.response_tools import plain_item
 from agentrl_tracer.schemas import Call
 
 _THINKING = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)  # of servers that leave it in
@@ -126,10 +127,10 @@ def _shared(one: Sequence[Message], other: Sequence[Message]) -> int:
 
 def _messages(item: dict[str, Any]) -> list[Message]:
     """Return a message, or an item of the Responses API, as messages: results of tools apart."""
-    match item:
-        case {"type": "function_call"}:
+    match plain_item(item):
+        case {"type": "function_call"} as item:
             return [Message("assistant", "", tools=(_tool(item),))]
-        case {"type": "function_call_output"}:
+        case {"type": "function_call_output"} as item:
             return [Message("tool", _text(item.get("output")), call=_text(item.get("call_id")))]
         case {"type": "reasoning"}:
             thoughts = item.get("content") or item.get("summary")

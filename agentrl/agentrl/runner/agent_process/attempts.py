@@ -47,14 +47,13 @@ from agentrl.runner.agent_process.environment import (
 )
 from agentrl.runner.agent_process.event_loop import KeptLoop
 from agentrl.runner.agent_spec import (
-    CommandFailed,
     LoadedAgent,
     load_agent,
     parse_agent,
     run_once,
 )
 from agentrl.runner.preload import third_party_modules
-from agentrl.runner.protocol import AttemptEnding, RunnerConfig, send
+from agentrl.runner.protocol import AttemptEnding, AttemptFailed, RunnerConfig, send
 from agentrl_tracer.conventions import OUTPUT
 from agentrl_tracer.emit import emit_reward
 from agentrl_tracer.schemas import Claim
@@ -205,11 +204,11 @@ async def _run_concurrently(config: RunnerConfig, worker_fd: int) -> None:
             tasks[canceled].cancel("its time was up, or its runner was stopped")
 
     async def run(claim: Claim, output: int) -> None:
-        errors: list[str] = []
+        failures: list[AttemptFailed] = []
         with open(output, "a", buffering=1, encoding="utf-8") as log:  # noqa: ASYNC230
             _log.set(log)
             with attributed(attempt_environment(config, claim)) as attempt:
-                with _traced_agent(config, claim, errors) as agent:
+                with _traced_agent(config, claim, failures) as agent:
                     if agent.run_async is None:
                         raise TypeError(
                             f"concurrency: {config.agent!r} is not async, so its rollouts cannot "
@@ -219,7 +218,7 @@ async def _run_concurrently(config: RunnerConfig, worker_fd: int) -> None:
                     _record_result(result, rewarded=attempt.rewarded)
                 complete = await asyncio.to_thread(attempt.finish)
         del tasks[claim.attempt_id]
-        ending = AttemptEnding.of(errors, complete=complete)
+        ending = AttemptEnding.of(failures, complete=complete)
         report({"attempt": claim.attempt_id, **asdict(ending)})
 
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -241,19 +240,21 @@ def run_attempt(config: RunnerConfig, claim: Claim) -> AttemptEnding:
     attempt = rollout_tracing()
     assert attempt is not None
     attempt.finish_expected = True  # ``finish`` comes before the report
-    errors: list[str] = []
-    with _traced_agent(config, claim, errors) as agent:
+    failures: list[AttemptFailed] = []
+    with _traced_agent(config, claim, failures) as agent:
         carrier: dict[str, str] = {}
         TraceContextTextMapPropagator().inject(carrier)
         if "traceparent" in carrier:  # the parent of the agent's subprocesses' spans
             os.environ["TRACEPARENT"] = carrier["traceparent"]
         _record_result(agent.run(claim.task), rewarded=attempt.rewarded)
-    return AttemptEnding.of(errors, complete=attempt.finish())
+    return AttemptEnding.of(failures, complete=attempt.finish())
 
 
 @contextlib.contextmanager
-def _traced_agent(config: RunnerConfig, claim: Claim, errors: list[str]) -> Iterator[LoadedAgent]:
-    """Load the agent and enter its root span; what is raised is printed, and goes to ``errors``."""
+def _traced_agent(
+    config: RunnerConfig, claim: Claim, failures: list[AttemptFailed]
+) -> Iterator[LoadedAgent]:
+    """Load the agent and enter its root span; print what is raised, add it to ``failures``."""
     try:
         agent = _load_agent(config.agent, config.rollouts_per_process > 1)
         attributes = {
@@ -265,12 +266,12 @@ def _traced_agent(config: RunnerConfig, claim: Claim, errors: list[str]) -> Iter
         }
         with tracing(f"invoke_workflow {agent.name}", attributes):
             yield agent
-    except CommandFailed as failed:
-        errors.append(str(failed))  # a traceback of this module would explain nothing
+    except AttemptFailed as failed:
+        failures.append(failed)
         sys.stderr.write(f"{failed}\n")
     except BaseException as raised:  # CancelledError and SystemExit too
         if not isinstance(raised, SystemExit) or raised.code not in (None, 0):
-            errors.append(_show_error(raised))
+            failures.append(AttemptFailed(_show_error(raised)))
 
 
 @cache  # loaded once for all attempts of a process

@@ -127,7 +127,7 @@ def storage_environment(owner: str, inherited: Mapping[str, str] = os.environ) -
     memory. A storage of CrewAI's that the user chose stays chosen.
     """
     folder, ours = str(storage_folder(owner)), str(storage_folder(""))
-    env = {"DSPY_CACHEDIR": f"{folder}/dspy"}
+    env = {"DSPY_CACHEDIR": f"{folder}/dspy", "AGENTRL_ATTEMPT_FOLDER": folder}
     if inherited.get("CREWAI_STORAGE_DIR", ours).startswith(ours):  # of the attempt before
         env["CREWAI_STORAGE_DIR"] = folder
     return env

@@ -1,0 +1,43 @@
+"""Read the tasks that a command names, and check those with tests before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from agentrl.config.agent import AgentSettings
+from agentrl.config.errors import ConfigError
+from agentrl.config.loading import load_tasks
+from agentrl.runner.agent_spec import parse_agent
+from agentrl.runner.coding_tasks.harbor import PREFIX, harbor_tasks
+from agentrl.runner.coding_tasks.sandbox import check_bubblewrap
+from agentrl.runner.coding_tasks.task import is_coding_task, parse_task
+from agentrl_tracer.schemas import Json
+
+
+def read_tasks(path: Path, field: str, agent: AgentSettings) -> list[Json]:
+    """Return the tasks in a file, or Harbor's in a folder.
+
+    Raises:
+        ConfigError: the file cannot be read, or a task with tests cannot be run.
+    """
+    if agent.entrypoint.startswith(PREFIX):
+        try:
+            settings = ("agent", "environment", "command", "host")
+            return harbor_tasks(path, {one: getattr(agent, f"harbor_{one}") for one in settings})
+        except ValueError as error:
+            raise ConfigError(f"{field}: {error}") from error
+    tasks = load_tasks(path, field)
+    if parse_agent(agent.entrypoint).kind != "command":
+        return tasks
+    where, sandboxed = f"{field}: {path}", False
+    for number, task in enumerate(tasks, start=1):
+        try:
+            sandboxed |= is_coding_task(task) and parse_task(task).sandbox
+        except ValueError as error:
+            raise ConfigError(f"{where}, task {number}: {error}") from error
+    if sandboxed:
+        try:
+            check_bubblewrap()
+        except ValueError as error:
+            raise ConfigError(f"{where}: {error}") from error
+    return tasks

@@ -1,0 +1,53 @@
+"""The settings of the agent that runs: a model for each command's ``[agent]`` table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from agentrl.config.field_types import Table, from_json
+
+
+class AgentSettings(Table):
+    """The agent under training."""
+
+    entrypoint: Annotated[str, Field(min_length=1)]
+    """What to run: module:function, file.py:function, or a command."""
+    python: str | None = None
+    """Interpreter for the agent, of another virtual environment with agentrl's base install."""
+    user: str | None = None
+    """User whose processes the agents are, so that they can neither read nor write what the run
+    has; only root can give it."""
+    sandbox: bool = False
+    """Run each agent process in bubblewrap: a read-only file system without the run's folder and
+    store, a /tmp and a home folder of its own, and no other processes in sight. Each process starts
+    a fresh interpreter, which takes longer than a fork."""
+    harbor_agent: str = "claude-code"
+    """With harbor:PATH as the agent: the name of Harbor's agent, or module:Class."""
+    harbor_environment: str = "docker"
+    """Where Harbor's trials run: one of its environments, or module:Class."""
+    harbor_command: str = "harbor"
+    """Program of Harbor, which has an environment of its own."""
+    harbor_host: str | None = None
+    """Name under which Harbor's environments reach this machine, such as host.docker.internal."""
+
+
+class TrainAgentSettings(AgentSettings):
+    tasks: Path
+    """Tasks to train on: a JSON-lines file, one object a line. With harbor:PATH as the agent, PATH,
+    a folder of Harbor's tasks, is the default."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_tasks_of_harbor(cls, given: Any) -> Any:
+        """Take the tasks from ``harbor:PATH``, unless they are given."""
+        if isinstance(given, dict) and str(given.get("entrypoint", "")).startswith("harbor:"):
+            return {"tasks": given["entrypoint"].removeprefix("harbor:")} | given
+        return given
+
+
+class RunAgentSettings(AgentSettings):
+    task: Annotated[dict[str, Any], BeforeValidator(from_json)]
+    """The task: a JSON object, passed to the agent unchanged."""

@@ -1,0 +1,1 @@
+"""Run coding agents on tasks with tests: a fresh copy, the command, the diff, the reward."""

@@ -1,0 +1,114 @@
+"""Run an agent's command on a task with tests, and reward what the tests say of its work."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from agentrl.runner.coding_tasks import sandbox, workspace
+from agentrl.runner.coding_tasks.sandbox import Place, check_bubblewrap
+from agentrl.runner.coding_tasks.scoring import rewards, score
+from agentrl.runner.coding_tasks.task import CodingTask, parse_task, visible
+from agentrl.runner.protocol import AttemptFailed
+from agentrl_tracer.emit import emit, emit_reward
+from agentrl_tracer.schemas import AttemptState, Json
+
+_LONGEST_OUTPUT = 20_000  # characters that the trace keeps
+_NOT_STARTED = (126, 127)
+_UNSEEN = ("AGENTRL_TASK", "AGENTRL_ATTEMPT_FOLDER")
+_OF_TESTS = ("PATH", "LANG", "LC_ALL", "TZ")
+
+
+def run_attempt(command: Sequence[str], given: Json) -> None:
+    """Run the command in a fresh copy of the task's repository, test its work, and reward it.
+
+    The command's exit code is noted and does not count: the tests decide.
+
+    Args:
+        command: the agent's command line, with the task's values filled in.
+        given: the task.
+
+    Raises:
+        AttemptFailed: the task cannot be run, the command or the tests did not start, or the
+            command took longer than the task's limit.
+    """
+    parent = os.environ.get("AGENTRL_ATTEMPT_FOLDER") or tempfile.gettempdir()
+    Path(parent).mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="task-", dir=parent))
+    try:
+        task = parse_task(given)
+        if task.sandbox:
+            check_bubblewrap()
+        base = workspace.original(task, folder)
+        for name in ("work", "home", "report"):
+            (folder / name).mkdir()
+        workspace.copy(base, folder / "work")
+        try:
+            _run_agent(task, command, visible(given), folder)
+        finally:
+            changes = workspace.diff(base, folder / "work")
+            emit("diff", changes)
+        _test(task, folder, changed=bool(changes))
+    except ValueError as error:
+        raise AttemptFailed(f"task: {error}") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _place(task: CodingTask, folder: Path, home: str, *writable: Path) -> Place:
+    files = (task.hidden, task.repository)
+    hidden = [Path(one) for one in files if isinstance(one, str)]
+    return Place(
+        folder / "work", folder / home, task.sandbox, writable, hidden,
+        task.limits.cpu_seconds, task.limits.memory_mb,
+    )  # fmt: skip
+
+
+def _run_agent(task: CodingTask, command: Sequence[str], shown: Json, folder: Path) -> None:
+    env = {name: value for name, value in os.environ.items() if name not in _UNSEEN}
+    started = time.monotonic()
+    done = sandbox.run(
+        command,
+        _place(task, folder, "home"),
+        env,
+        gateway=env.get("AGENTRL_GATEWAY"),
+        network=task.limits.network,
+        stdin=json.dumps(shown).encode() + b"\n",
+        seconds=task.limits.seconds,
+    )
+    seconds = round(time.monotonic() - started, 1)
+    emit("command", {"words": list(command), "exit_code": done.code, "seconds": seconds})
+    if done.timed_out:
+        why = f"the agent's command was still running after limits.seconds, {seconds:g} s"
+        raise AttemptFailed(why, AttemptState.TIMEOUT)
+    if done.code in _NOT_STARTED:
+        raise AttemptFailed(f"the agent's command did not start: exit code {done.code}")
+
+
+def _test(task: CodingTask, folder: Path, *, changed: bool) -> None:
+    """Put the hidden files into the agent's copy, run the test command there, and reward."""
+    if task.hidden is not None:
+        workspace.put(task.hidden, folder / "work")
+    (folder / "test-home").mkdir()
+    report, output = folder / "report/junit.xml", folder / "output"
+    env = {name: os.environ[name] for name in _OF_TESTS if name in os.environ}
+    env["PYTEST_ADDOPTS"] = f"--junitxml={report} -p no:cacheprovider"
+    done = sandbox.run(
+        ["sh", "-c", task.test],
+        _place(task, folder, "test-home", report.parent),
+        env,
+        output=output,
+        seconds=task.limits.test_seconds,
+    )
+    printed = output.read_bytes().decode(errors="replace")
+    passed, total = (0, 1) if done.timed_out else score(report, printed, done.code)
+    said = {"passed": passed, "total": total, "exit_code": done.code, "timed_out": done.timed_out}
+    emit("tests", said | {"output": workspace.shortened(printed, _LONGEST_OUTPUT)})
+    if done.code in _NOT_STARTED:
+        raise AttemptFailed(f"test: the command did not start: {printed.strip()[-300:]}")
+    emit_reward(rewards(passed, total, task.shaping, changed=changed))
