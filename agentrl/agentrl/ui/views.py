@@ -158,9 +158,12 @@ def sources(request: Request) -> Sources:
 
 
 def run_of(request: Request, name: str) -> OpenRun:
-    """Return the run that a path names, and have its index filled from now on."""
+    """Return the run that a path names, and have its index filled from now on.
+
+    ``request.state.seen`` is the version that a page shows, at the least: it is told of later ones.
+    """
     run = sources(request).open(name)
-    request.app.state.watcher.look_at(run)
+    request.state.seen = request.app.state.watcher.look_at(run).version
     return run
 
 

@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import time
+import zlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +33,11 @@ class _Watched:
     overview: dict[str, Any] = field(default_factory=dict)
     overview_of: tuple[object, ...] = ()  # the signature that it was made at
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def version(self) -> str:
+        """The signature in short, for the link of a page; empty before it is known."""
+        return f"{zlib.crc32(repr(self.signature).encode()):x}" if self.signature else ""
 
 
 class Watcher:
@@ -67,16 +73,17 @@ class Watcher:
                 known.overview, known.overview_of = make(run), now
             return known.overview
 
-    async def changes(self, run: OpenRun) -> AsyncIterator[None]:
-        """Yield whenever the run has something new; ends with the server."""
+    async def changes(self, run: OpenRun, seen: str = "") -> AsyncIterator[None]:
+        """Yield whenever the run has something new since the version ``seen``, which a page shows;
+        ends with the server."""
         known = self.look_at(run)
-        seen = known.signature
         while not self._ended.is_set():
             known = self._watched.setdefault(run.name, known)  # forgotten while the machine slept
             known.looked_at = time.monotonic()
-            if known.signature != seen:
-                seen = known.signature
+            if known.signature and known.version != seen:
+                seen = known.version
                 yield
+                await asyncio.sleep(2 * _PERIOD_S)  # what comes meanwhile is told afterwards
             await asyncio.sleep(_PERIOD_S / 2)
 
     def _work(self) -> None:

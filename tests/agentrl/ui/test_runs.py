@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
-from ui_pages import Recorded, record_run
+from ui_pages import Recorded, fill_indexes, record_run
 
 from agentrl.history.sources import open_run
 from agentrl.runs.circumstances import note_failure, note_start
@@ -49,6 +49,20 @@ def test_overview_has_the_figures_of_the_run(client: TestClient, recorded: Recor
     assert min(row[2] for row in charts["timeline"]["rows"]) == 0
     assert "it adds up" in text
     assert "<img" not in text  # the failed rollout's error is hostile
+
+
+def test_overview_of_a_run_that_is_not_indexed_yet_says_so_and_follows(
+    own: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watching, "_PERIOD_S", 600.0)
+    with TestClient(create_app(own.root)) as client:
+        text = client.get("/runs/mine").text
+        there = re.search(r"none indexed yet; indexed so far: 0 of (\d+)\.", text)
+        assert there is not None
+        assert 'sse-connect="/runs/mine/live?seen="' in client.get("/runs/mine/rollouts").text
+        fill_indexes(own.root)
+        assert f"{there[1]} succeeded</a>." in client.get("/runs/mine").text
+        assert "sse-connect" not in client.get("/runs/mine/rollouts").text
 
 
 def test_every_bar_of_the_books_leads_to_its_calls(client: TestClient, recorded: Recorded) -> None:
@@ -177,5 +191,9 @@ async def test_pages_that_follow_a_run_share_its_overview_until_it_changes(
         store.end_run(run.id, "failed")
     await anext(changes)
     assert watcher.overview(run, overview)["made"] == 3
+    now = watcher.look_at(run).version
+    await asyncio.wait_for(anext(watcher.changes(run, "before")), 5)  # it changed before it asks
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(anext(watcher.changes(run, now)), 0.5)
     watcher.stop()
     run.close()

@@ -53,6 +53,7 @@ def overview(run: OpenRun) -> dict[str, Any]:
     metrics, every = thinned_metrics(run, metric_names(adapters))
     intervals = {step: success(found)[1:] for step, found in known_outcomes(run).items()}
     kept = run.store.accounting(run.id)
+    held, there = run.index.progress()  # before what is read from it
     outcomes, failed = outcomes_of(run)
     return {
         "run": row,
@@ -63,6 +64,8 @@ def overview(run: OpenRun) -> dict[str, Any]:
         "books": books(run.path, kept) if kept.proxied or kept.recorded else None,
         "kept": kept,
         "alerts": alerts_of(metrics),
+        "held": held,
+        "there": there,
         "outcomes": outcomes,
         "failed": failed,
         "busy": run.store.busy_runners(run.id) if row["state"] == "running" else {},
@@ -79,13 +82,13 @@ def change_notes(request: Request, name: str, form: Form) -> Response:
 
 
 @router.get("/runs/{name}/live")
-async def live(request: Request, name: str) -> Response:
-    """Server-sent events: ``changed`` whenever the run has something new."""
+async def live(request: Request, name: str, seen: str = "") -> Response:
+    """Server-sent events: ``changed`` whenever the run has something new since ``seen``."""
     run = run_of(request, name)
 
     async def events():
         yield "retry: 2000\n\n"
-        async for _ in request.app.state.watcher.changes(run):
+        async for _ in request.app.state.watcher.changes(run, seen):
             yield "event: changed\ndata: new\n\n"
 
     return StreamingResponse(events(), media_type="text/event-stream")
