@@ -2,7 +2,7 @@
 # Starts Codex CLI in the current folder, with a home folder of its own.
 set -eu
 HOME=$(mktemp -d); export HOME; trap 'rm -rf "$HOME"' EXIT
-mkdir "$HOME/.codex"
+export CODEX_HOME="$HOME/.codex"; mkdir "$CODEX_HOME"
 cat > "$HOME/.codex/config.toml" <<TOML
 model = "${AGENTRL_MODEL:-policy}"
 model_provider = "agentrl"
