@@ -65,7 +65,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Flip(NamedTuple):
-    """A task that passed in one of two evaluations only."""
+    """How one task went in two evaluations."""
 
     before: Outcome
     after: Outcome
@@ -81,6 +81,7 @@ class Paired(NamedTuple):
     """By ``paired_p_value``: an exact sign-flip test; with one sample a task, exact McNemar."""
     gained: list[Flip]
     lost: list[Flip]
+    stayed_wrong: list[Flip]
 
     @property
     def difference(self) -> float:
@@ -164,6 +165,7 @@ def pair(before: Mapping[Key, Outcome], after: Mapping[Key, Outcome]) -> Paired 
         p_value=paired_p_value([int(change * unit) for change in changes]),
         gained=[one for one in both.values() if one.after.passed and not one.before.passed],
         lost=[one for one in both.values() if one.before.passed and not one.after.passed],
+        stayed_wrong=[one for one in both.values() if not (one.before.passed or one.after.passed)],
     )
 
 

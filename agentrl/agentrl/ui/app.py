@@ -9,6 +9,7 @@ from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
@@ -36,7 +37,8 @@ def create_app(root: Path, stores: Sequence[str] = ()) -> FastAPI:
     for router in PAGES:
         app.include_router(router)
     app.mount("/static", StaticFiles(directory=STATIC))
-    for kind in (ConfigError, MissingSecretError, StoreError, HTTPException):
+    of_requests = HTTPException, RequestValidationError
+    for kind in (ConfigError, MissingSecretError, StoreError, *of_requests):
         app.add_exception_handler(kind, _said)
     return app
 
@@ -65,5 +67,8 @@ async def _said(request: Request, error: Exception) -> Response:
     """Say in a sentence what is wrong."""
     if isinstance(error, HTTPException):
         return page(request, "error.html", error.status_code, said=error.detail)
+    if isinstance(error, RequestValidationError):
+        said = "; ".join(f"{one['loc'][-1]}: {one['msg']}" for one in error.errors())
+        return page(request, "error.html", 422, said=said)
     status = 503 if isinstance(error, StoreError) else 404
     return page(request, "error.html", status, said=str(error))

@@ -34,7 +34,7 @@ def run_report(folder: Path) -> str:
         run = sources.open(folder.absolute().name)
         while run.fill():
             pass
-        evaluations = evaluations_of(run)
+        evaluations = evaluations_of(run) | {"links": False}
         settings = flattened(run.folder.read_config()).items()
         return render_alone(
             "report.html", _STYLES, _SCRIPTS, title=run.name,

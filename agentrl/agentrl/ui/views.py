@@ -56,6 +56,11 @@ def number(value: float | None, form: str = ",.4g") -> str:
     return f"{value:,}" if isinstance(value, int) else format(value, form)
 
 
+def counted(count: int, thing: str) -> str:
+    """Return ``1 call``, ``1,400 calls``."""
+    return f"{number(count)} {thing}{'' if count == 1 else 's'}"
+
+
 def percent(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.1f} %".replace(".0 %", " %")
 
@@ -98,6 +103,7 @@ _templates.filters |= {
     "when": when,
     "duration": duration,
     "number": number,
+    "counted": counted,
     "percent": percent,
     "plain": plain,
     "figures": figures,

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import html
 import re
+from pathlib import Path
 
 from starlette.testclient import TestClient
-from ui_pages import Recorded
+from ui_pages import Recorded, begun, record_run
+
+from agentrl.ui.app import create_app
 
 
 def shown(client: TestClient, path: str, status: int = 200) -> str:
@@ -23,7 +26,7 @@ def test_every_evaluation_has_its_interval_and_two_are_compared(
     path = f"{recorded.run}/evaluations"
     text = shown(client, path)
     for said in ("Step 0 and step 4", "+33.3 points on 6 tasks, p = 0.62", "Gained: 3 tasks",
-                 "Lost: 1 tasks", "66.7 % (30 % to 90.3 %)"):  # fmt: skip
+                 "Lost: 1 task ", "Stayed wrong: 1 task ", "66.7 % (30 % to 90.3 %)"):  # fmt: skip
         assert said in text
     page = client.get(path).text
     assert f"{recorded.run}/tasks/eval/1" in page
@@ -35,11 +38,21 @@ def test_every_evaluation_has_its_interval_and_two_are_compared(
     assert "Step 0 and step 4" in shown(client, f"{path}?before=77&by=nothing")
 
 
-def test_runs_are_compared_side_by_side(client: TestClient, recorded: Recorded) -> None:
+def test_runs_are_compared_side_by_side(
+    client: TestClient, recorded: Recorded, tmp_path: Path
+) -> None:
     text = shown(client, "/compare?run=known&run=other")
     for said in ("learning.learning_rate – 0.02", "-16.7 points on 6 tasks, p = 1",
-                 "Gained: 0 tasks Lost: 1 tasks", "Mean reward"):  # fmt: skip
+                 "Gained: 0 tasks Lost: 1 task ", "Mean reward"):  # fmt: skip
         assert said in text
+    with begun(tmp_path, "new", "train"):
+        pass
+    record_run(tmp_path, "mine")
+    with TestClient(create_app(tmp_path)) as own:
+        for query in ("run=new&run=mine", "run=mine&run=new"):
+            text = shown(own, f"/compare?{query}")
+            assert "new has no evaluation yet" in text
+            assert "no task in common" not in text
     assert "Choose two or more runs" in shown(client, "/compare?run=known")
     assert "at most 8" in shown(client, "/compare?" + "&".join(f"run={n}" for n in range(9)), 404)
     assert "no run folder" in shown(client, "/compare?run=known&run=missing", 404)

@@ -29,6 +29,8 @@ def test_the_file_opens_alone_in_a_browser_and_draws(
     report = folder.root / "report.html"
     text = report.read_text()
     assert "secret" not in text.lower()
+    assert "Compare with" not in text
+    assert "those of step" not in text
     assert HOSTILE.splitlines()[0] not in text
 
     page, faults = browser.new_page(), []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from concurrent.futures import Future
 from html import unescape
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from starlette.testclient import TestClient
 from store_records import call_of, claimed, enqueue, record_answer
 from ui_pages import HOSTILE, LONG_LINE, TOOL_ANSWER, Recorded, begun, fill_indexes
 
+from agentrl.gateway.on_demand import Replay, Target
 from agentrl.history.rollout.vocabulary import Vocabulary
 from agentrl.ui.app import create_app
 from agentrl_tracer.schemas import AttemptState, Purpose
@@ -67,6 +69,7 @@ def test_the_raw_request_is_a_command_with_the_key_left_out(client: TestClient, 
     assert "<html" not in raw
     assert "Authorization: Bearer $OPENAI_API_KEY" in unescape(raw)
     assert "/v1/chat/completions" in raw
+    assert "ended with the run" in raw
     assert "<html" in client.get(link).text
 
 
@@ -148,7 +151,44 @@ def test_the_table_has_a_column_for_each_named_reward(client: TestClient, record
     text = client.get(f"{recorded.run}/rollouts?sort=-rewards.clarity").text
     assert re.search(r'aria-sort="descending"><a [^>]+>clarity</a>', text)
     assert "Sampled tokens" in text
-    assert client.get(f"{recorded.run}/rollouts?where=reward<").text.count('role="alert"') == 1
+    wrong = client.get(f"{recorded.run}/rollouts?where=reward<").text
+    assert wrong.count('role="alert"') == 1
+    assert "0 rollouts" not in wrong
+    assert "No rollout matches" not in wrong
+    assert (
+        "1 rollout<"
+        in client.get(f"{recorded.run}/rollouts?where=id=='{recorded.ids['first']}'").text
+    )
+
+
+def test_a_bad_parameter_is_named_on_a_page(client: TestClient, recorded: Recorded) -> None:
+    for path, field in (("rollouts?at=abc", "at"), ("evaluations?before=x", "before")):
+        answer = client.get(f"{recorded.run}/{path}")
+        assert answer.status_code == 422
+        assert f"<p>{field}: Input should be a valid integer" in answer.text
+
+
+def test_the_form_of_a_replay_keeps_what_it_held(client: TestClient, recorded: Recorded) -> None:
+    path = f"{recorded.run}/calls/{recorded.ids['call']}/replay"
+    text = client.get(path).text
+    model = re.findall("<option[^>]*>([^<]+)</option>", text)[-1]
+    for given, said in (
+        ({"temperature": "hot", "max_tokens": "7"}, "temperature: "),
+        ({"temperature": "1", "max_tokens": "-1"}, "max_tokens: "),
+    ):
+        answer = client.post(path, data={"model": model, "seed": "", **given})
+        assert answer.status_code == 400
+        assert f'role="alert">{said}' in answer.text
+        assert (
+            f'name="temperature" inputmode="decimal" size="5" value="{given["temperature"]}"'
+            in answer.text
+        )
+        assert f"<option selected>{model}</option>" in answer.text
+    assert "model: choose one" in client.post(path, data={"temperature": "1"}).text
+    asked = Replay(recorded.ids["call"], Target(model), Future())
+    asked.answer.set_result(None)
+    client.app.state.replayer.last = asked  # type: ignore
+    assert f"<option selected>{model}</option>" in client.get(path).text
 
 
 def test_of_many_calls_the_first_are_shown_and_the_rest_on_demand(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ def test_the_page_has_each_trial_and_a_running_sweep_asks_for_what_is_new(root: 
     assert text.index('data-trial="7"') < text.index('data-trial="0"')  # the best first
     assert '<a href="/runs/known-007">known-007</a>' in text
     assert "0.5833 ± 0.01" in text
+    assert re.search(r"Importance is a rough guess: only \d+ trials are complete", text)
     assert "learning.learning_rate = 0.001709" in text
     assert "agentrl train --config" in text
     assert "&lt;b&gt;no memory&lt;/b&gt;" in text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Annotated, Any
@@ -228,32 +228,43 @@ def _prompt(source: OpenRun, call: Call, vocabulary: Vocabulary) -> dict[str, An
 @router.get("/runs/{name}/calls/{call_id}/replay")
 def replay_page(request: Request, name: str, call_id: str) -> Response:
     run, call = run_of(request, name), _find(request, name, call_id)[1]
+    last = _replayer(request).last
     form = {
+        "model": last.target.name if last and last.call_id == call.id else "",
         "temperature": call.params.get("temperature", 1.0),
         "max_tokens": call.params.get("max_tokens") or max(len(call.response_ids), 256),
         "seed": call.params.get("seed") or "",
     }
+    return _replays(request, run, call, form)
+
+
+def _replays(
+    request: Request, run: OpenRun, call: Call, form: Mapping[str, Any], fault: str = ""
+) -> Response:
+    """Show the form with what it held, what is wrong with it, and the answers."""
     replayer = _replayer(request)
     return page(
-        request, "replay.html", run=run.current(), call=call, form=form, last=replayer.last,
-        warm=replayer.is_warm, targets=list(targets(run.folder)),
-        vocabulary=_vocabulary(request, run), answers=[call, *replays_of(run.folder, call_id)],
+        request, "replay.html", 400 if fault else 200, run=run.current(), call=call, form=form,
+        fault=fault, last=replayer.last, warm=replayer.is_warm, targets=list(targets(run.folder)),
+        vocabulary=_vocabulary(request, run), answers=[call, *replays_of(run.folder, call.id)],
     )  # fmt: skip
 
 
 @router.post("/runs/{name}/calls/{call_id}/replay")
 def start_replay(request: Request, name: str, call_id: str, form: Form) -> Response:
     run, call = run_of(request, name), _find(request, name, call_id)[1]
-    target = targets(run.folder).get(form.pop("model", ""))
+    given = dict.fromkeys(("model", *Sampling.model_fields), "") | form
+    target = targets(run.folder).get(given["model"])
     if target is None:
-        raise HTTPException(400, "model: choose one of the list; versions not kept are gone")
+        fault = "model: choose one of the list; versions not kept are gone"
+        return _replays(request, run, call, given, fault)
     try:
-        how = Sampling.model_validate({key: text for key, text in form.items() if text})
-        _replayer(request).start(run.folder, call, target, how)
+        fields = {key: text for key, text in form.items() if text and key != "model"}
+        _replayer(request).start(run.folder, call, target, Sampling.model_validate(fields))
     except ValidationError as error:
-        raise HTTPException(400, explain(error, Sampling)) from error
+        return _replays(request, run, call, given, explain(error, Sampling))
     except ConfigError as error:
-        raise HTTPException(400, str(error)) from error
+        return _replays(request, run, call, given, str(error))
     return RedirectResponse(request.url.path, 303)
 
 

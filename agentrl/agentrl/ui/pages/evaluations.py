@@ -48,7 +48,7 @@ def evaluations_page(
     request: Request, name: str, before: int | None = None, after: int | None = None, by: str = ""
 ) -> Response:
     run = run_of(request, name)
-    return page(request, "evaluations.html", **evaluations_of(run, before, after, by))
+    return page(request, "evaluations.html", links=True, **evaluations_of(run, before, after, by))
 
 
 def evaluations_of(

@@ -149,7 +149,7 @@ const agentrlCharts = (() => {
       return {
         ...base, legend: { ...legend(theme, shown.map((one) => one.name)), show: shown.length > 1 }, series: [...bars, ...spreads],
         dataset: { source: chart.rows, sourceHeader: false },
-        grid: { left: 12, right: 16, top: shown.length > 1 ? 34 : 14, bottom: 10, containLabel: true },
+        grid: { left: 12, right: across ? 28 : 16, top: shown.length > 1 ? 34 : 14, bottom: 10, containLabel: true },
         xAxis: across ? values : names, yAxis: across ? names : values,
         tooltip: {
           ...base.tooltip, trigger: "axis", axisPointer: { type: "shadow" },

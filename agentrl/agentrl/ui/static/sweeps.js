@@ -67,7 +67,7 @@
     return {
       ...base,
       grid: { left: 44, right: 70, top: 24, bottom: 28, containLabel: true },
-      xAxis: side(chart.x, {}), yAxis: side(chart.y, { nameGap: 34 }),
+      xAxis: side(chart.x, {}), yAxis: side(chart.y, { nameLocation: "end", nameGap: 10, nameTextStyle: { color: theme.faint, align: "left" } }),
       visualMap: scale(chart, theme, values, { dimension: 2 }),
       series: [
         {
