@@ -112,7 +112,8 @@ class Run:
 
     def curve(self) -> list[dict[str, Any]]:
         """Return the metrics that do not depend on the clock."""
-        clocked = ("seconds/", "tokens_per_second")
+        # Clocks, and what a sampler that was started again has not cached.
+        clocked = ("seconds/", "tokens_per_second", "tokens/prompts")
         return [
             {name: value for name, value in row.items() if not name.startswith(clocked)}
             for row in self.folder.read_metrics()

@@ -21,11 +21,11 @@ class AgentSettings(Table):
     """User whose processes the agents are, so that they can neither read nor write what the run
     has; only root can give it."""
     sandbox: bool = False
-    """Run each agent process in bubblewrap: a read-only file system without the run's folder and
-    store, a /tmp and a home folder of its own, and no other processes in sight. Each process starts
-    a fresh interpreter, which takes longer than a fork."""
+    """Run each agent process in bubblewrap. It sees a read-only file system without the run's
+    folder and store, a /tmp and a home folder of its own, and no other processes. Each process
+    starts a fresh interpreter, which takes longer than a fork."""
     harbor_agent: str = "claude-code"
-    """With harbor:PATH as the agent: the name of Harbor's agent, or module:Class."""
+    """Harbor's agent, by name or module:Class, where AGENT is harbor:PATH."""
     harbor_environment: str = "docker"
     """Where Harbor's trials run: one of its environments, or module:Class."""
     harbor_command: str = "harbor"

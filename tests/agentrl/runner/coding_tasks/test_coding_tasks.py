@@ -162,14 +162,14 @@ def test_in_the_sandbox_an_agent_reaches_the_gateway_and_nothing_else(
 
 
 def test_links_that_an_agent_left_are_replaced_and_never_followed(tmp_path: Path) -> None:
-    outside, work = tmp_path / "outside", tmp_path / "work"
-    outside.mkdir()
+    elsewhere, work = tmp_path / "elsewhere", tmp_path / "work"
+    elsewhere.mkdir()
     work.mkdir()
-    (outside / "check.py").write_text("mine")
-    (work / "tests").symlink_to(outside)
-    (work / "check.py").symlink_to(outside / "check.py")
+    (elsewhere / "check.py").write_text("mine")
+    (work / "tests").symlink_to(elsewhere)
+    (work / "check.py").symlink_to(elsewhere / "check.py")
     workspace.put({"tests/check.py": "theirs", "check.py": "theirs"}, work)
-    assert (outside / "check.py").read_text() == "mine"
+    assert (elsewhere / "check.py").read_text() == "mine"
     assert (work / "tests/check.py").read_text() == (work / "check.py").read_text() == "theirs"
 
 
