@@ -1,7 +1,7 @@
 """A training of a trial as a Ray job, which waits until a node has room for it.
 
 This process is the job's driver. Ray ends the job when the driver is gone, and the training ends
-with the job's worker; if the worker or its node dies, the sweep starts the training again.
+with the job's worker. The sweep starts a training again that was killed.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ def main(job: dict[str, Any], command: list[str]) -> int:
 
 def _train(command: list[str], folder: str, sent: dict[str, str], log: str) -> int:
     """Train in a process of this node, on the worker's devices; end it in order if canceled."""
-    path = {name: sent[name] for name in ("PYTHONPATH",) if name in sent}
-    environment = sent | os.environ | path
+    environment = sent | os.environ  # the node's own, such as the devices that Ray chose
+    if "PYTHONPATH" in sent:
+        environment["PYTHONPATH"] = sent["PYTHONPATH"]
     with start("agentrl.sweep.process", command, Path(log), folder, environment) as process:
         try:
             while process.poll() is None:  # Ray interrupts Python, not a system call
