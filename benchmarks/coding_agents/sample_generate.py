@@ -7,7 +7,7 @@ spread over their positions, and scales their seconds to all turns by tokens.
 from __future__ import annotations
 
 import torch
-from benchmarks.coding_agents.sides import finish, options_of, timed
+from benchmarks.coding_agents.sides import finish, options_of, spread, timed
 from benchmarks.coding_agents.workload import by_call
 from transformers import AutoModelForCausalLM
 
@@ -29,8 +29,7 @@ def main() -> None:
 
     calls = by_call(shape)
     turns = [[row.prompt for row in calls[turn :: shape.calls]] for turn in range(shape.calls)]
-    count = min(options.rows, len(turns))
-    some = [turns[round(i * (len(turns) - 1) / max(count - 1, 1))] for i in range(count)]
+    some = spread(turns, options.rows)
     generate([[1] * 32], 4)
     found = timed(lambda: [generate(prompts, shape.answer) for prompts in some])
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from benchmarks.coding_agents.workload import SHAPES, Shape
@@ -35,18 +33,7 @@ def finish(found: dict[str, Any]) -> None:
     print(json.dumps(found), flush=True)
 
 
-class PeakMemory:
-    """How far resident memory rises above what it is now, whatever it has been before."""
-
-    def __init__(self) -> None:
-        gc.collect()
-        Path("/proc/self/clear_refs").write_text("5")  # Linux forgets the peak
-        self._before = _status("VmRSS")
-
-    def megabytes(self) -> float:
-        return _status("VmHWM") - self._before
-
-
-def _status(field: str) -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1024
+def spread(items: list[Any], count: int) -> list[Any]:
+    """Return ``count`` of the items, evenly spread, the first and the last among them."""
+    count = min(count, len(items))
+    return [items[round(i * (len(items) - 1) / max(count - 1, 1))] for i in range(count)]

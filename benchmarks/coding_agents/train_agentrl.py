@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from benchmarks.coding_agents.sides import PeakMemory, finish, options_of, timed
+from benchmarks.coding_agents.sides import finish, options_of, timed
 from benchmarks.coding_agents.workload import RANK, Row, rows
+from benchmarks.trainer.measure import PeakMemory
 
 from agentrl_trainer.data.packing import count_tokens
 from agentrl_trainer.data.training_row import TrainingRow

@@ -9,8 +9,9 @@ from __future__ import annotations
 import tempfile
 
 import torch
-from benchmarks.coding_agents.sides import PeakMemory, finish, options_of, timed
+from benchmarks.coding_agents.sides import finish, options_of, spread, timed
 from benchmarks.coding_agents.workload import by_call
+from benchmarks.trainer.measure import PeakMemory
 from benchmarks.trainer.trl_side import inputs, trainer_for
 
 
@@ -22,8 +23,7 @@ def main() -> None:
     model = trainer.model.train()
     calls = by_call(shape)
     first = calls[: shape.calls]  # of one rollout: all positions, the last one included
-    count = min(options.rows, len(first))
-    some = [first[round(i * (len(first) - 1) / max(count - 1, 1))] for i in range(count)]
+    some = spread(first, options.rows)
     trainer.current_gradient_accumulation_steps = len(calls)
     trained = sum(sum(row.trained) for row in calls)
 
