@@ -132,7 +132,9 @@ class ChatService:
                 not_enforced.append("strict")
         if not_enforced:
             recorded["not_enforced"] = not_enforced
-        branched = prompt.branched if memory is None else memory.begins(client.agent, prompt.branched)
+        branched = (
+            prompt.branched if memory is None else memory.begins(client.agent, prompt.branched)
+        )
         if branched is not None:
             reason = recorded["branched"] = branched.value
             stats.branched[reason] = stats.branched.get(reason, 0) + 1
