@@ -112,18 +112,24 @@ def test_a_folder_of_tasks_is_read_and_another_refused(tmp_path: Path) -> None:
 @pytest.mark.harbor
 @pytest.mark.timeout(0)  # it has a limit of its own
 @pytest.mark.skipif(HARBOR is None, reason="AGENTRL_TEST_HARBOR is not Harbor's program")
-@pytest.mark.skipif(shutil.which("bwrap") is None, reason="no bubblewrap here")
-def test_harbor_itself_runs_the_rollouts_of_a_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("environment", "program"), [("harbor_parts:BubblewrapEnvironment", "bwrap"), ("docker",) * 2]
+)
+def test_harbor_itself_runs_the_rollouts_of_a_step(
+    tmp_path: Path, environment: str, program: str
+) -> None:
+    if shutil.which(program) is None:
+        pytest.skip(f"it needs {program}")
     for name, instruction in (("good", "Say RUN true"), ("bad", "FAIL")):
         folder = add_task(tmp_path / "tasks" / name, instruction)
         (folder / "environment").mkdir()
-        (folder / "environment/Dockerfile").write_text("FROM scratch\n")
+        (folder / "environment/Dockerfile").write_text("FROM debian:stable-slim\nWORKDIR /app\n")
         (folder / "tests").mkdir()
         (folder / "tests/test.sh").write_text("echo 0.25 > /logs/verifier/reward.txt\n")
     command = [
         *(sys.executable, "-m", "agentrl", "train", f"harbor:{tmp_path / 'tasks'}"),
         *("--harbor-agent", "harbor_parts:OneCall", "--agent.harbor-command", HARBOR or ""),
-        *("--agent.harbor-environment", "harbor_parts:BubblewrapEnvironment"),
+        *("--agent.harbor-environment", environment),
         *("--steps", "1", "--batch-size", "2", "--group-size", "2", "--runners", "2"),
         *("--rollouts.on-error", "drop", "--runs", str(tmp_path / "runs"), "--name", "run"),
     ]
