@@ -117,7 +117,7 @@ def _report(result: Json, folder: Path) -> None:
     kind, message = raised.get("exception_type"), raised.get("exception_message")
     note: dict[str, Any] = {"trial": str(folder), "rewards": verified}
     if raised:
-        note["error"] = f"{kind}: {message}"[:_SHOWN]
+        note["error"] = " ".join(f"{kind}: {message}".split())[:_SHOWN]
     emit("harbor", note)
     if raised:
         state = AttemptState.TIMEOUT if kind in _LATE else AttemptState.ERROR
