@@ -12,7 +12,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 _HEAD = """\
 # Settings
 
-<!-- Written by scripts/settings_page.py; change agentrl/agentrl/config/settings.py instead. -->
+<!-- Written by scripts/settings_page.py; change agentrl/agentrl/config/settings/ instead. -->
 
 A setting has one name, in three spellings:
 

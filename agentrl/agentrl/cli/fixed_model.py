@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.progress import Progress
 
 from agentrl.config.commands import CheckConfig, EvalConfig, RunConfig
-from agentrl.config.settings import AdapterSettings
+from agentrl.config.settings.models import AdapterSettings
 from agentrl.console.output import console, print_sentences
 from agentrl.interrupts import end_in_order
 from agentrl.runs.best_adapter import which_adapter

@@ -16,13 +16,13 @@ from typing import Any, TypeVar, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from agentrl.config.algorithm_options import table_of
 from agentrl.config.commands import COMMANDS, JoinConfig, ModelCommand, TrainConfig
 from agentrl.config.errors import ConfigError, explain, unknown_setting
 from agentrl.config.field_types import split_step
 from agentrl.config.profiles import read_profile, within
 from agentrl.config.secrets import store_url
 from agentrl.config.setting_names import RENAMED, flag_of, flattened, nearest, settings_of
+from agentrl.config.settings.algorithm import table_of
 from agentrl_tracer.schemas import Json
 
 Config = TypeVar("Config", bound="ModelCommand | JoinConfig")
