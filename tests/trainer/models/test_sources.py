@@ -104,7 +104,8 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setattr(
-        "huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}"
+        "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE",
+        f"http://127.0.0.1:{server.server_port}/{{repo_id}}/resolve/{{revision}}/{{filename}}",
     )
     yield asked
     server.shutdown()
@@ -125,7 +126,8 @@ def test_the_hub_is_asked_once_for_a_model_that_is_not_here(hub: list[str]) -> N
 
 
 def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    template = "http://127.0.0.1:9/{repo_id}/{revision}/{filename}"
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
     began = time.monotonic()
     with pytest.raises(ModelError, match="Hugging Face could not be asked for it"):
         require_model("team/other")

@@ -84,9 +84,8 @@ def require_model(name: str) -> None:
     except RepositoryNotFoundError:
         fault = "Hugging Face has none of this name, unless it is private (`hf auth login`)"
     except Exception as error:  # of whichever HTTP library there is
-        fault = f"Hugging Face could not be asked for it: {' '.join(str(error).split())}".rstrip(
-            "."
-        )
+        said = " ".join(str(error).split()).rstrip(".")
+        fault = f"Hugging Face could not be asked for it: {said}"
     near = difflib.get_close_matches(name.rpartition("/")[2].lower(), BUILT_IN, n=1)
     raise ModelError(
         f"model: {name!r} is no folder and no built-in model ({', '.join(BUILT_IN)}); {fault}."
