@@ -211,8 +211,10 @@ def fetch_model(config: ModelCommand) -> None:
     with heavy_imports():  # fetching needs torch
         from agentrl_trainer.models.sources import require_model
 
-        on_tinker = isinstance(config, TrainConfig) and config.run.backend == "tinker"
-        require_model((on_tinker and config.tinker.tokenizer) or config.model.name)
+        name = config.model.name
+        if isinstance(config, TrainConfig) and config.run.backend == "tinker":
+            name = config.tinker.tokenizer or name
+        require_model(name)
 
 
 def handed_over(plan: GatewayPlan) -> bytes:
