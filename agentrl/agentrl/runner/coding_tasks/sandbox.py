@@ -93,7 +93,8 @@ def run(
         output: file that takes what it prints; by default the attempt's log.
     """
     options = {"cpu": _whole(place.cpu_seconds), "memory": _whole(place.memory_mb, 2**20)}
-    env = {**env, "HOME": str(place.home), "TMPDIR": "/tmp"}
+    temporary = "/tmp" if place.sandbox else str(place.home)  # the sandbox has its own
+    env = {**env, "HOME": str(place.home), "TMPDIR": temporary}
     with contextlib.ExitStack() as stack:
         relayed = place.sandbox and gateway is not None and not network
         if relayed and gateway is not None:
