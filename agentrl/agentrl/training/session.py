@@ -20,7 +20,7 @@ from agentrl.config.secrets import (
     without_password,
 )
 from agentrl.console.output import stderr
-from agentrl.gateway.handle import GatewayHandle, fetch_model
+from agentrl.gateway.handle import GatewayHandle
 from agentrl.gateway.process import GatewayPlan, import_gateway
 from agentrl.runner.pool_client import start_pool
 from agentrl.runner.protocol import RunnerConfig
@@ -75,7 +75,6 @@ class Session:
         adapter_paths: Mapping[str, Path] | None = None,
         asks_for: str | None = None,
     ) -> None:
-        fetch_model(config.model.name)
         folder.lock()
         self.folder = folder
         self.config = config

@@ -17,6 +17,9 @@ from ui_pages import Recorded
 from agentrl.cli.main import main
 from agentrl.console.output import console
 from agentrl.history.sources import OpenRun
+from agentrl.runs.circumstances import note_failure
+from agentrl.runs.folder import RunFolder
+from agentrl.training.session import RunError
 from agentrl_tracer.store import Store
 
 Said = Callable[..., str]
@@ -75,6 +78,13 @@ def test_show_has_the_books_evaluations_by_field_and_what_flipped(
     assert ["step", "4", "6", "1", "66.7%", "(30.0%", "to", "90.3%)"] in lines
     assert "level = easy" in shown
     assert "step 0 to 4: +33.3 points on 6 tasks, 3 gained, 1 lost; p = 0.62" in shown
+
+
+def test_show_says_why_a_run_failed(recorded: Recorded, said: Said, tmp_path: Path) -> None:
+    folder = RunFolder(Path(shutil.copytree(recorded.root / "other", tmp_path / "one")))
+    assert "failed:" not in said("show", folder.root)
+    note_failure(folder, RunError("the gateway does not start"))
+    assert "failed: RunError: the gateway does not start\n" in said("show", folder.root)
 
 
 def test_rollouts_are_filtered_sorted_and_searched(recorded: Recorded, said: Said) -> None:
