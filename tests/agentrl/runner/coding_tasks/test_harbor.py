@@ -73,6 +73,11 @@ GRADED = {"verifier_result": {"rewards": {"reward": 0.5, "lines": 3}}}
         (GRADED | raised("AgentTimeoutError"), AttemptState.TIMEOUT, []),
         (raised("SandboxBuildFailedError"), AttemptState.INFRASTRUCTURE, []),
         (raised("NonZeroAgentExitCodeError"), AttemptState.ERROR, []),
+        (
+            raised("RuntimeError") | {"environment_setup": {"started_at": "2026"}},
+            AttemptState.INFRASTRUCTURE,
+            [],
+        ),
         ({"step_results": [{}, raised("HealthcheckError")]}, AttemptState.INFRASTRUCTURE, []),
         ({"verifier_result": None}, AttemptState.ERROR, []),
         (None, AttemptState.INFRASTRUCTURE, []),
