@@ -27,7 +27,8 @@ run that `--resume` continues. Relative paths are relative to the working direct
 and a variable a table is JSON, and a list is JSON or its items with commas. `agentrl train --help`
 shows the short flags, `--help-all` all settings.
 
-`AGENTRL_MODEL`, `AGENTRL_GATEWAY` and `AGENTRL_TASK` are set for agents. They are no settings.
+`AGENTRL_MODEL`, `AGENTRL_CONTEXT_LENGTH`, `AGENTRL_GATEWAY` and `AGENTRL_TASK` are set for
+agents. They are no settings.
 
 A loss or an estimator has its options in a table of its name, such as `[algorithm.ppo]`. Options
 of a loss or an estimator that is not chosen are refused. So is a name that no setting has; the

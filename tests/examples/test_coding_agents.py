@@ -26,6 +26,7 @@ from agentrl.config.profiles import profile_names, read_profile
 from agentrl.runner.pool_client import start_pool
 from agentrl.runner.protocol import RunnerConfig
 from agentrl_proxy.rendering.renderer import Renderer
+from agentrl_proxy.requests.speakers import SpeakerRule
 from agentrl_tracer.conventions import NOTE_DATA, NOTE_NAME
 from agentrl_tracer.schemas import AttemptState, Purpose
 
@@ -66,7 +67,7 @@ def sessions(work: Path) -> dict[str, list[Step]]:
         "opencode": [*code, ("task", {**helper, "subagent_type": "general"})],
         "qwen-code": [*qwen, ("agent", {**helper, "subagent_type": "general-purpose"})],
         "mini-swe-agent": [*shell("bash", "command"),
-                           ("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"})],
+                           ("bash", {"command": SUBMIT})],
         "aider": [],
     }  # fmt: skip
 
@@ -147,6 +148,14 @@ def test_a_session_continues_token_for_token(
     assert bool(helped) == (name != "mini-swe-agent")
 
 
+SHELLS: dict[str, tuple[str, str, dict[str, Any]]] = {  # the tool that runs a command
+    "claude-code": ("Bash", "command", {}),
+    "codex": ("exec_command", "cmd", {}),
+    "opencode": ("bash", "command", {"description": "look"}),
+    "qwen-code": ("run_shell_command", "command", {"is_background": False}),
+    "mini-swe-agent": ("bash", "command", {}),
+}
+SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 # Contexts in which the long outputs below make each agent compact its conversation.
 CONTEXTS = {"claude-code": 65536, "codex": 32768, "opencode": 32768, "qwen-code": 65536}
 
@@ -163,12 +172,7 @@ def test_a_compaction_is_a_call_of_its_own_and_the_main_loop_branches_for_it(
 ) -> None:
     path = executables(name, tmp_path_factory, request)
     work = repository(tmp_path)
-    tool, key, more = {
-        "claude-code": ("Bash", "command", {}),
-        "codex": ("exec_command", "cmd", {}),
-        "opencode": ("bash", "command", {"description": "look"}),
-        "qwen-code": ("run_shell_command", "command", {"is_background": False}),
-    }[name]
+    tool, key, more = SHELLS[name]
     long = [f"python3 -c \"print('line {at} of it; ' * 1200)\"" for at in range(16)]
     steps: list[Step] = [(tool, {key: command, **more}) for command in long]
     done = play(name, work, renderer, steps, path=path, plain=[SUMMARY], context=CONTEXTS[name])
@@ -183,7 +187,9 @@ def test_a_compaction_is_a_call_of_its_own_and_the_main_loop_branches_for_it(
 @pytest.mark.coding_agents
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="no bubblewrap here")
-def test_mini_swe_agent_solves_a_shipped_task_in_the_sandbox(
+@pytest.mark.parametrize("name", SHELLS)
+def test_an_agent_solves_a_shipped_task_in_the_sandbox(
+    name: str,
     tmp_path: Path,
     tmp_path_factory: pytest.TempPathFactory,
     renderer: Renderer,
@@ -191,16 +197,24 @@ def test_mini_swe_agent_solves_a_shipped_task_in_the_sandbox(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Real gateway, runner, sandbox and agent; the sampler says the reference solution."""
-    path = executables("mini-swe-agent", tmp_path_factory, request)
+    path = executables(name, tmp_path_factory, request)
     monkeypatch.setenv("PATH", f"{path}:{os.environ['PATH']}")
     made = runpy.run_path(str(ALONE.with_name("tasks") / "make_tasks.py"))
     [(task, solution)] = made["tasks_with_solutions"](made["python_tasks"], 0, 1)
-    commands = ["ls", solution, "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"]
-    player = Player(renderer, [("bash", {"command": command}) for command in commands])
-    profile = read_profile("mini-swe-agent")
+    tool, key, more = SHELLS[name]
+    commands = ["ls", solution, *[SUBMIT] * (name == "mini-swe-agent")]
+    player = Player(renderer, [(tool, {key: command, **more}) for command in commands])
+    profile = read_profile(name)
     assert profile is not None
+    rules = [SpeakerRule(agent, **rule) for agent, rule in profile["speakers"].items()]
     with running(
-        tmp_path, renderer, {}, sampler=ScriptedSampler(renderer, player), context_length=16384
+        tmp_path,
+        renderer,
+        {},
+        sampler=ScriptedSampler(renderer, player),
+        context_length=65536,
+        speakers=rules,
+        leave_out_tools=True,
     ) as gateway:
         [rollout] = enqueue(gateway.store, gateway.run_id, task, split="shipped")
         pool = start_pool(
@@ -226,7 +240,8 @@ def test_mini_swe_agent_solves_a_shipped_task_in_the_sandbox(
     assert "\n+    return sum(range(n + 1))" in notes["diff"]
     assert notes["tests"]["passed"] == notes["tests"]["total"] == 3
     assert "3/3" in notes["tests"]["output"]
-    assert [call.params.get("branched") for call in calls] == ["first_call", None, None]
+    main = [call.params.get("branched") for call in calls if call.agent == "main"]
+    assert main == [*FIRST[name], None, None]
 
 
 FIRST = {name: ["first_call"] for name in PACKAGES} | {"opencode": ["new_conversation"]}
@@ -264,7 +279,8 @@ LOGINS = (
 
 def test_a_profile_sees_the_gateway_and_nothing_of_the_users_login(tmp_path: Path) -> None:
     script = tmp_path / "show.sh"
-    script.write_text('env > seen; echo "$1" "$HOME" > home; touch "$HOME/kept"; exit 3\n')
+    see = 'env > "$0.seen"; echo "$1" "$HOME" > "$0.home"; touch "$HOME/kept" made; exit 3\n'
+    script.write_text(see)
     env = {
         "PATH": os.environ["PATH"], "HOME": "/root", "PWD": str(tmp_path),
         "AGENTRL_ATTEMPT_FOLDER": str(tmp_path / "own"),
@@ -272,14 +288,17 @@ def test_a_profile_sees_the_gateway_and_nothing_of_the_users_login(tmp_path: Pat
         "AGENTRL_TASK": "{}", "AGENTRL_CONTEXT_LENGTH": "8192", "JAVA_HOME": "/opt/java",
         "AGENTRL_PASS_ON": "JAVA_HOME", **dict.fromkeys(LOGINS, "secret\nAND=more"),
     }  # fmt: skip
-    command = ["sh", str(ALONE), str(script), "Fix it."]
+    command = ["sh", str(ALONE), "show.sh", "Fix it."]
     done = subprocess.run(command, env=env, cwd=tmp_path, check=False)
     assert done.returncode == 3
-    seen = dict(line.split("=", 1) for line in (tmp_path / "seen").read_text().splitlines())
+    seen = dict(line.split("=", 1) for line in (tmp_path / "show.sh.seen").read_text().splitlines())
     home = seen.pop("HOME")
     assert home.startswith(str(tmp_path / "own/home-"))
     assert not Path(home).exists()
-    assert (tmp_path / "home").read_text() == f"Fix it. {home}\n"
+    assert sorted(one.name for one in tmp_path.iterdir()) == [
+        "own", "show.sh", "show.sh.home", "show.sh.seen",
+    ]  # fmt: skip
+    assert (tmp_path / "show.sh.home").read_text() == f"Fix it. {home}\n"
     assert seen.keys() - {"_", "PWD", "OLDPWD", "SHLVL"} == {
         "PATH", "OPENAI_BASE_URL", "ANTHROPIC_API_KEY", "AGENTRL_CONTEXT_LENGTH", "AGENTRL_ALONE",
         "JAVA_HOME",

@@ -145,7 +145,7 @@ def play(name: str, work: Path, renderer: Renderer, steps: Sequence[Step], **how
                 "ANTHROPIC_API_KEY": claim.key,
                 "AGENTRL_MODEL": "policy",
                 "AGENTRL_CONTEXT_LENGTH": str(context),
-                "AGENTRL_ATTEMPT_FOLDER": str(work.parent / "attempt"),
+                "TMPDIR": str(work.parent / "attempt"),
                 "TERM": "dumb",
                 "LANG": "C.UTF-8",
             }
@@ -167,6 +167,6 @@ def play(name: str, work: Path, renderer: Renderer, steps: Sequence[Step], **how
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
         assert not any(home.iterdir()), "it wrote into the user's home folder"
-        left = [*(work.parent / "attempt").iterdir()]
+        left = [*(work.parent / "attempt").glob("home-*")]
         assert not left, "its own home folder was not removed"
         return Session(process.returncode, printed, gateway.calls(claim), wire.requests)

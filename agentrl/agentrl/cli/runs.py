@@ -29,7 +29,7 @@ from agentrl.history.rollout_table import Query, find_rollouts
 from agentrl.history.run_list import RunList
 from agentrl.history.sources import OpenRun, Sources, open_run
 from agentrl.runs.folder import RunFolder
-from agentrl.runs.recorded import how_to_continue
+from agentrl.runs.recorded import how_to_continue, shown
 from agentrl_tracer.store import Store, StoreError
 
 _OPTION = Parameter(show_default=False)
@@ -215,7 +215,7 @@ def import_command(
     if not files:
         raise ConfigError("files: give at least one file or folder")
     folder, count = import_trajectories(files, runs, name)
-    print_line(f"{count:,} rollouts in {folder}")
+    print_line(f"{count:,} rollouts in {shown(folder)}")
 
 
 @runs_app.command(name="feedback")

@@ -180,6 +180,8 @@ def _resumed(folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"resume: {path} is damaged; bring a copy back: {error}") from error
+    if "imported" in settings:
+        raise ConfigError(f"resume: {str(folder)!r} holds imported trajectories, and no training")
     if not isinstance(settings.get("agent"), dict):
         raise ConfigError(
             f"resume: {folder} was started by an earlier version, whose settings were flat; it can "

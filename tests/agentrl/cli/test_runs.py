@@ -15,6 +15,9 @@ from store_records import call_of, claimed, start_run
 from ui_pages import Recorded
 
 from agentrl.cli.main import main
+from agentrl.config.commands import TrainConfig
+from agentrl.config.errors import ConfigError
+from agentrl.config.loading import load
 from agentrl.console.output import console
 from agentrl.history.sources import OpenRun
 from agentrl.runs.circumstances import note_failure
@@ -208,3 +211,18 @@ def test_prune_says_what_may_go_asks_and_keeps_what_is_needed(
         store.end_run(store.runs()[0]["id"], "interrupted")
     (run / "checkpoints" / "step-000004").mkdir()
     assert "checkpoints" not in said("prune", tmp_path)  # it may be resumed
+
+
+def test_trajectories_are_imported_as_a_run(recorded: Recorded, said: Said, tmp_path: Path) -> None:
+    file = tmp_path / "all.jsonl"
+    said("export", recorded.root / "other", "--format", "atif", "--output", file)
+    count = len(file.read_text().splitlines())
+    told = said("import", file, "--runs", tmp_path / "runs", "--name", "back")
+    assert told.split()[:3] == [str(count), "rollouts", "in"]
+    assert f"{count} succeeded" in said("show", tmp_path / "runs/back")
+    assert "exists already" in said(
+        "import", file, "--runs", tmp_path / "runs", "--name", "back", code=2
+    )
+    assert "give at least one file" in said("import", code=2)
+    with pytest.raises(ConfigError, match="holds imported trajectories"):
+        load(TrainConfig, ["--resume", str(tmp_path / "runs/back")], {})

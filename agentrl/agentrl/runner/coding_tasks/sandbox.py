@@ -192,6 +192,10 @@ def _installed(command: Sequence[str]) -> Iterable[str]:
 
 
 def _prefix(executable: str) -> str:
+    """Return the folder of all that an executable's package needs."""
+    outer, node, _ = executable.partition("/node_modules/")
+    if node:  # npm puts what a package depends on beside it
+        return f"{outer}/node_modules"
     folder = os.path.dirname(executable)
     return os.path.dirname(folder) if os.path.basename(folder) == "bin" else folder
 
