@@ -37,7 +37,14 @@ class Purpose(StrEnum):
     EVAL = "eval"
 
 
-class RolloutState(StrEnum):
+class _EndState(StrEnum):
+    @property
+    def shown(self) -> str:
+        """Its name for readers, to whom success is a matter of rewards."""
+        return "completed" if self == "succeeded" else self.value
+
+
+class RolloutState(_EndState):
     """``queued → running → succeeded | failed | cancelled``; a retry goes back to ``queued``."""
 
     QUEUED = "queued"
@@ -47,7 +54,7 @@ class RolloutState(StrEnum):
     CANCELLED = "cancelled"
 
 
-class AttemptState(StrEnum):
+class AttemptState(_EndState):
     """The state of one try of a rollout. Every state but ``running`` is final: sealed."""
 
     RUNNING = "running"

@@ -19,7 +19,7 @@ from agentrl.history.sources import OpenRun
 from agentrl.runs.circumstances import why_failed
 from agentrl.runs.metric_names import HELD_OUT, REWARD
 from agentrl.runs.recorded import how_to_continue, shown
-from agentrl_tracer.schemas import Call, Json, PromptKinds, Verified
+from agentrl_tracer.schemas import AttemptState, Call, Json, PromptKinds, RolloutState, Verified
 
 _CURVE = 24
 _MOST_BRANCHED = 5
@@ -65,8 +65,8 @@ def show_run(to: Console, run: OpenRun) -> None:
     for group in continuity:
         prompts.update({name: count * group.rollouts for name, count in group.kinds.items()})
     known = {
-        "rollouts": _counts(outcomes.rollouts),
-        "attempts": _counts(outcomes.attempts),
+        "rollouts": _counts({RolloutState(name).shown: n for name, n in outcomes.rollouts.items()}),
+        "attempts": _counts({AttemptState(name).shown: n for name, n in outcomes.attempts.items()}),
         "rewards by policy": _counts(outcomes.policy_rewards),
         "policies": ", ".join(f"{name} {value}" for name, value in row["policies"].items()),
         "calls": calls_line(store.accounting(run.id)),

@@ -108,7 +108,7 @@ def test_rollouts_are_filtered_sorted_and_searched(recorded: Recorded, said: Sai
 
 def test_a_rollout_is_found_in_whichever_run_has_it(recorded: Recorded, said: Said) -> None:
     shown = said("rollout", recorded.ids["first"], "--runs", recorded.root)
-    assert shown.startswith(f"rollout {recorded.ids['first']}  succeeded")
+    assert shown.startswith(f"rollout {recorded.ids['first']}  completed")
     assert "execute_tool look_up" in shown
     hostile = said("rollout", recorded.ids["failed"], "--runs", recorded.root)
     assert "no tool of this name" in hostile
