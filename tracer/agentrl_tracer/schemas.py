@@ -37,14 +37,13 @@ class Purpose(StrEnum):
     EVAL = "eval"
 
 
-class _EndState(StrEnum):
+class _State(StrEnum):
     @property
-    def shown(self) -> str:
-        """Its name for readers, to whom success is a matter of rewards."""
+    def shown(self) -> str:  # to readers, success is a matter of rewards
         return "completed" if self == "succeeded" else self.value
 
 
-class RolloutState(_EndState):
+class RolloutState(_State):
     """``queued → running → succeeded | failed | cancelled``; a retry goes back to ``queued``."""
 
     QUEUED = "queued"
@@ -54,7 +53,7 @@ class RolloutState(_EndState):
     CANCELLED = "cancelled"
 
 
-class AttemptState(_EndState):
+class AttemptState(_State):
     """The state of one try of a rollout. Every state but ``running`` is final: sealed."""
 
     RUNNING = "running"

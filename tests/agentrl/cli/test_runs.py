@@ -219,7 +219,7 @@ def test_trajectories_are_imported_as_a_run(recorded: Recorded, said: Said, tmp_
     count = len(file.read_text().splitlines())
     told = said("import", file, "--runs", tmp_path / "runs", "--name", "back")
     assert told.split()[:3] == [str(count), "rollouts", "in"]
-    assert f"{count} succeeded" in said("show", tmp_path / "runs/back")
+    assert f"{count} completed" in said("show", tmp_path / "runs/back")
     assert "exists already" in said(
         "import", file, "--runs", tmp_path / "runs", "--name", "back", code=2
     )
