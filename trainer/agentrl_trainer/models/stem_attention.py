@@ -18,8 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-_flash = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
-_flash_back = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
+flash: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+"""Attention of queries [n, H, q, D] over [n, G, k, D]; returns the logarithms of the weights' sums
+[n, H, q] too. It is private to torch and may disappear; then stems are gathered, or not shared."""
+_flash_back: Any = getattr(
+    torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None
+)
+available = flash is not None and _flash_back is not None
 
 
 class Part(NamedTuple):
@@ -31,9 +36,7 @@ class Part(NamedTuple):
 
 
 def applies(query: Tensor, value: Tensor) -> bool:
-    """Whether torch's private operations are there and serve these tensors."""
-    there = _flash is not None and _flash_back is not None
-    return there and query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
+    return available and query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
 
 
 class BehindStem(torch.autograd.Function):
@@ -47,12 +50,12 @@ class BehindStem(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, stem_keys: Tensor,
         stem_values: Tensor, parts: Sequence[Part], order: Tensor, scale: float | None,
     ) -> Tensor:  # fmt: skip
-        seen, mass = _flash(query, stem_keys, stem_values, scale=scale)
+        seen, mass = flash(query, stem_keys, stem_values, scale=scale)
         found: list[tuple[Tensor, Tensor]] = []
         for part in parts:
             causal = part.mask is None
             q, k, v = _gathered(part, query, key, value)
-            pair = _flash(q, k, v, 0.0, causal, attn_mask=part.mask, scale=scale)
+            pair = flash(q, k, v, 0.0, causal, attn_mask=part.mask, scale=scale)
             found.append(tuple(x.transpose(1, 2).flatten(0, 1) for x in pair))
         own, own_mass = (torch.cat(x).index_select(0, order) for x in zip(*found, strict=True))
         seen, mass = seen[0].transpose(0, 1), mass[0].transpose(0, 1)  # [U, H, D], [U, H]
