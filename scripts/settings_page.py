@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from agentrl.config.commands import COMMANDS
-from agentrl.config.setting_names import RENAMED, Setting, settings_of
+from agentrl.config.setting_names import Setting, settings_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 
 _HEAD = """\
 # Settings
 
-<!-- Written by scripts/settings_page.py; change agentrl/agentrl/config/settings.py instead. -->
+<!-- Written by scripts/settings_page.py; change agentrl/agentrl/config/settings/ instead. -->
 
 A setting has one name, in three spellings:
 
@@ -27,10 +27,12 @@ run that `--resume` continues. Relative paths are relative to the working direct
 and a variable a table is JSON, and a list is JSON or its items with commas. `agentrl train --help`
 shows the short flags, `--help-all` all settings.
 
-`AGENTRL_MODEL`, `AGENTRL_GATEWAY` and `AGENTRL_TASK` are set for agents. They are no settings.
+`AGENTRL_MODEL`, `AGENTRL_CONTEXT_LENGTH`, `AGENTRL_GATEWAY` and `AGENTRL_TASK` are set for
+agents. They are no settings.
 
 A loss or an estimator has its options in a table of its name, such as `[algorithm.ppo]`. Options
-of a loss or an estimator that is not chosen are refused.
+of a loss or an estimator that is not chosen are refused. So is a name that no setting has; the
+error says the nearest one.
 """
 
 
@@ -44,13 +46,7 @@ def page() -> str:
         title = f"`agentrl {command}`" if command == "train" else f"Only in `agentrl {command}`"
         parts.append(f"## {title}\n")
         parts.append(_table(new))
-    parts.append(
-        "## Old names\n\nSettings had flat names before. An old name is refused with an error that "
-        "says the new one; a wrong\nname is refused with the nearest right one.\n\n"
-        "| Old | New |\n|---|---|"
-    )
-    rows = [f"| `{old}` | {', '.join(f'`{one}`' for one in new)} |" for old, new in RENAMED.items()]
-    return "\n".join([*parts, *rows]) + "\n"
+    return "\n".join(parts)
 
 
 def _table(settings: list[Setting]) -> str:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import psutil
 
-from agentrl.config.agent import AgentSettings
-from agentrl.config.settings import RunnerSettings
+from agentrl.config.settings.agent import AgentSettings
+from agentrl.config.settings.rollouts import RunnerSettings
 from agentrl.runner.agent_spec import parse_agent
 from agentrl_trainer.names import TINY_MODEL
 

@@ -1,6 +1,6 @@
 """Define what a gateway is given (sampler, renderer, store, models, limits) and what it counts.
 
-Defaults of settings are in agentrl/config/settings.py.
+Defaults of settings are in agentrl/config/settings/.
 """
 
 from __future__ import annotations

@@ -82,11 +82,15 @@ def model_not_found(model: str) -> ApiError:
 def context_length_exceeded(
     prompt_tokens: int, context_length: int, param: str, *, at_least: bool = False
 ) -> ApiError:
-    """``at_least``: the prompt's tokens were not all counted."""
+    """``at_least``: the prompt's tokens were not all counted.
+
+    Clients of Anthropic's know this error by its words: Claude Code then compacts its conversation.
+    """
     return invalid(
         param,
-        f"the prompt is {'at least ' * at_least}{prompt_tokens} tokens long; this model's context "
-        f"is {context_length} tokens, and at least one must be left for the answer",
+        f"the prompt is too long: {'at least ' * at_least}{prompt_tokens} tokens > "
+        f"{context_length - 1} maximum; this model's context is {context_length} tokens, and at "
+        "least one must be left for the answer",
         code="context_length_exceeded",
     )
 

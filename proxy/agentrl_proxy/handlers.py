@@ -92,6 +92,7 @@ class Handlers:
             "version": self.version,
             "boot_id": self.deps.boot_id,
             "recoveries": sampler_stats.get("recoveries", 0),
+            "context_length": self.deps.context_length,
         }
         if self.credentials.may_read_stats(request.headers):
             report |= {

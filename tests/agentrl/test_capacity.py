@@ -13,16 +13,13 @@ import pytest
 import torch
 
 from agentrl.capacity import available_cores, choose_runners, sampler_threads, trainer_threads
-from agentrl.config.agent import AgentSettings, TrainAgentSettings
 from agentrl.config.checks import correction_mode
 from agentrl.config.commands import TrainConfig
-from agentrl.config.settings import (
-    GatewaySettings,
-    ModelSettings,
-    RolloutSettings,
-    RunnerSettings,
-    SamplerSettings,
-)
+from agentrl.config.settings.agent import AgentSettings, TrainAgentSettings
+from agentrl.config.settings.gateway import GatewaySettings
+from agentrl.config.settings.models import ModelSettings
+from agentrl.config.settings.rollouts import RolloutSettings, RunnerSettings
+from agentrl.config.settings.sampler import SamplerSettings
 from agentrl.gateway.process import GatewayPlan, make_sampler
 from agentrl.samplers.embedded import EmbeddedSampler
 from agentrl.training.clients import create_clients

@@ -61,9 +61,16 @@ class Wire:
         await self.app(scope, receiving, sending)
 
 
+SUMMARY = "Summary of the work so far: a.py was read."
+_COMPACTS = "create a detailed summary"  # in the last message of Claude Code, which sends tools
+
+
 @dataclass
 class Player:
-    """Plays the steps in each conversation that has tools, and ``plain`` in the others."""
+    """Plays the steps in each conversation that has tools, and ``plain`` in the others.
+
+    One that goes on from ``SUMMARY`` is done.
+    """
 
     renderer: Renderer
     steps: Sequence[Step]
@@ -72,6 +79,10 @@ class Player:
     def __call__(self, prompt_ids: Sequence[int], params: DecodingParams, choice: int) -> str:
         text = self.renderer.decode_raw(list(prompt_ids))
         turn = text.count(f"<|im_start|>assistant\n{MARK}")
+        if SUMMARY in text:
+            return "Done."
+        if _COMPACTS in text.rpartition("<|im_start|>user")[2]:
+            return SUMMARY
         if "<tools>" not in text:
             return self.plain[min(turn, len(self.plain) - 1)]
         step = self.steps[turn] if turn < len(self.steps) else "Done."
@@ -100,13 +111,14 @@ def play(name: str, work: Path, renderer: Renderer, steps: Sequence[Step], **how
     """Run an agent by its profile on the folder ``work``, with a sampler that plays the steps.
 
     Args:
-        how: ``path``, folders of executables; ``plain``, see Player; ``env``.
+        how: ``path``, folders of executables; ``plain``, see Player; ``context``, its length.
     """
     profile = read_profile(name)
     assert profile is not None
     rules = [SpeakerRule(agent, **rule) for agent, rule in profile["speakers"].items()]
     player = Player(renderer, steps, **({"plain": how["plain"]} if "plain" in how else {}))
     leave_out = profile.get("gateway", {}).get("leave_out_tools", False)
+    context = how.get("context", 65536)
     home = work.parent / "home"
     home.mkdir()
     with running(
@@ -114,7 +126,7 @@ def play(name: str, work: Path, renderer: Renderer, steps: Sequence[Step], **how
         renderer,
         {},
         sampler=ScriptedSampler(renderer, player),
-        context_length=65536,
+        context_length=context,
         defaults={"max_tokens": 4096},
         speakers=rules,
         leave_out_tools=leave_out,
@@ -132,9 +144,10 @@ def play(name: str, work: Path, renderer: Renderer, steps: Sequence[Step], **how
                 "ANTHROPIC_BASE_URL": base,
                 "ANTHROPIC_API_KEY": claim.key,
                 "AGENTRL_MODEL": "policy",
+                "AGENTRL_CONTEXT_LENGTH": str(context),
+                "TMPDIR": str(work.parent / "attempt"),
                 "TERM": "dumb",
                 "LANG": "C.UTF-8",
-                **how.get("env", {}),
             }
             words = shlex.split(profile["agent"]["entrypoint"].removeprefix("-- "))
             command = [how.get("say", "Fix a.py.") if w == "{instruction}" else w for w in words]
@@ -154,4 +167,6 @@ def play(name: str, work: Path, renderer: Renderer, steps: Sequence[Step], **how
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
         assert not any(home.iterdir()), "it wrote into the user's home folder"
+        left = [*(work.parent / "attempt").glob("home-*")]
+        assert not left, "its own home folder was not removed"
         return Session(process.returncode, printed, gateway.calls(claim), wire.requests)

@@ -28,8 +28,8 @@ class FakeGateway(LocalServer):
         self, path: str, headers: dict[str, str], body: bytes
     ) -> tuple[int, bytes, dict[str, str]]:
         if path == "/healthz":
-            health = json.dumps({"boot_id": self.boot_id, "recoveries": 0}).encode()
-            return 200 if self.healthy else 503, health, {}
+            health = {"boot_id": self.boot_id, "recoveries": 0, "context_length": 4096}
+            return 200 if self.healthy else 503, json.dumps(health).encode(), {}
         ref = self.store.authenticate(headers["authorization"].removeprefix("Bearer "))
         if not self.takes_spans or ref is None or ref.rollout_id not in path:
             return 400, b"", {}

@@ -37,7 +37,13 @@ class Purpose(StrEnum):
     EVAL = "eval"
 
 
-class RolloutState(StrEnum):
+class _State(StrEnum):
+    @property
+    def shown(self) -> str:  # to readers, success is a matter of rewards
+        return "completed" if self == "succeeded" else self.value
+
+
+class RolloutState(_State):
     """``queued → running → succeeded | failed | cancelled``; a retry goes back to ``queued``."""
 
     QUEUED = "queued"
@@ -47,7 +53,7 @@ class RolloutState(StrEnum):
     CANCELLED = "cancelled"
 
 
-class AttemptState(StrEnum):
+class AttemptState(_State):
     """The state of one try of a rollout. Every state but ``running`` is final: sealed."""
 
     RUNNING = "running"

@@ -11,9 +11,9 @@ from pathlib import Path
 from rich.filesize import decimal
 
 from agentrl.capacity import available_cores
-from agentrl.config.algorithm import update_settings
 from agentrl.config.commands import TrainConfig
 from agentrl.findings import Finding
+from agentrl.training.algorithm import update_settings
 from agentrl.training.clients import create_clients
 from agentrl_trainer.client import AdamParams
 from agentrl_trainer.data.packing import count_tokens, pack

@@ -10,8 +10,9 @@ from pathlib import Path
 from rich.progress import Progress
 
 from agentrl.config.commands import CheckConfig, EvalConfig, RunConfig
-from agentrl.config.settings import AdapterSettings
+from agentrl.config.settings.models import AdapterSettings
 from agentrl.console.output import console, print_sentences
+from agentrl.gateway.handle import fetch_model
 from agentrl.interrupts import end_in_order
 from agentrl.runs.best_adapter import which_adapter
 from agentrl.runs.folder import RunFolder, adapter_folders
@@ -61,6 +62,7 @@ def fixed_model(
         if said := which_adapter(config.model.adapter_path, adapters):
             print_sentences(said)
         config.adapters = config.adapters or {name: AdapterSettings() for name in adapters}
+    fetch_model(config)
     folder = RunFolder.create(config.run.folder, None, kind)
     session = Session(folder, config, kind, adapter_paths=adapters, asks_for=asks_for)
     end_in_order(lambda: f"recorded so far: {folder.root}")

@@ -8,7 +8,7 @@ from agentrl.cli import Tokens
 from agentrl.cli.fixed_model import fixed_model
 from agentrl.config.commands import RunConfig
 from agentrl.config.loading import load
-from agentrl.config.settings import OtherModelSettings
+from agentrl.config.settings.models import OtherModelSettings
 from agentrl.console.output import print_block, print_line
 from agentrl.console.trace_tree import rollout_trace
 from agentrl.runner.agent_spec import validate_agent

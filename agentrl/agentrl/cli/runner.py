@@ -16,7 +16,7 @@ from agentrl.config.errors import ConfigError
 from agentrl.config.loading import load
 from agentrl.config.secrets import secret_variables, store_url, variables_in
 from agentrl.config.setting_names import recorded
-from agentrl.config.settings import RunnerSettings
+from agentrl.config.settings.rollouts import RunnerSettings
 from agentrl.console.output import print_line
 from agentrl.interrupts import end_in_order
 from agentrl.runner.pool_client import start_pool

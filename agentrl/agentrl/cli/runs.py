@@ -24,11 +24,12 @@ from agentrl.console.tables import print_rows
 from agentrl.console.trace_tree import rollout_trace
 from agentrl.history import export as exports
 from agentrl.history.atif import atif_records
+from agentrl.history.atif_import import import_trajectories
 from agentrl.history.rollout_table import Query, find_rollouts
 from agentrl.history.run_list import RunList
 from agentrl.history.sources import OpenRun, Sources, open_run
 from agentrl.runs.folder import RunFolder
-from agentrl.runs.recorded import how_to_continue
+from agentrl.runs.recorded import how_to_continue, shown
 from agentrl_tracer.store import Store, StoreError
 
 _OPTION = Parameter(show_default=False)
@@ -168,18 +169,21 @@ def export_command(
     run: RunPath,
     *,
     format: Annotated[
-        Literal["jsonl", "parquet", "sft", "pairs", "atif"],
+        Literal["jsonl", "parquet", "sft", "pairs", "rows", "atif"],
         Parameter(
             help="jsonl and parquet: rollouts with their calls; sft: OpenAI chat messages of the "
-            "successful ones; pairs: best against worst of each group; atif: Harbor's "
-            "trajectories, with token ids and log-probs."
+            "successful ones; pairs: best against worst of each group; rows: tokens, mask and "
+            "log-probs to train on; atif: Harbor's trajectories, with token ids and log-probs."
         ),
     ] = "jsonl",
     where: Where = "",
     output: Annotated[Path | None, Parameter(help="File; by default the output.")] = None,
 ) -> None:
-    """Write rollouts as JSON lines, Parquet, chats, preference pairs or trajectories."""
-    kinds = {"sft": exports.chat_records, "pairs": exports.pair_records, "atif": atif_records}
+    """Write rollouts as JSON lines, Parquet, chats, preference pairs, rows or trajectories."""
+    kinds = {
+        "sft": exports.chat_records, "pairs": exports.pair_records, "rows": exports.row_records,
+        "atif": atif_records,
+    }  # fmt: skip
     table = exports.check_parquet(output) if format == "parquet" else None
     if output and not output.parent.is_dir():
         raise ConfigError(f"output: there is no folder {output.parent}")
@@ -197,6 +201,21 @@ def export_command(
                     written += 1
     if output is not None or not written:
         print_line(f"{written:,} records" + (f" in {output}" if output else ""), to=stderr)
+
+
+@runs_app.command(name="import")
+def import_command(
+    *files: Annotated[
+        Path, Parameter(help="Trajectories: .json, .jsonl, or a folder of Harbor's trials.")
+    ],
+    runs: RunsPath = Path("runs"),
+    name: Annotated[str | None, Parameter(help="Of the new run; by default the time.")] = None,
+) -> None:
+    """Make a run of ATIF trajectories, to be looked at, exported and trained on."""
+    if not files:
+        raise ConfigError("files: give at least one file or folder")
+    folder, count = import_trajectories(files, runs, name)
+    print_line(f"{count:,} rollouts in {shown(folder)}")
 
 
 @runs_app.command(name="feedback")

@@ -11,6 +11,7 @@ from agentrl.config.commands import SweepConfig
 from agentrl.config.errors import ConfigError
 from agentrl.config.loading import load, steps_of
 from agentrl.console.output import print_line
+from agentrl.gateway.handle import fetch_model
 from agentrl.interrupts import end_in_order
 from agentrl.runner.agent_spec import validate_agent
 from agentrl.runs.folder import RunFolder
@@ -36,6 +37,7 @@ def sweep_command(*tokens: Tokens) -> None:
         )
     validate_agent(config.agent.entrypoint, other_python=config.agent.python is not None)
     steps = steps_of(config, read_tasks(config.agent.tasks, "agent.tasks", config.agent))
+    fetch_model(config)
     name = config.run.name or f"sweep-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = RunFolder(config.run.folder / name)
     if folder.config.exists():

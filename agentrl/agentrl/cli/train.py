@@ -20,6 +20,7 @@ from agentrl.config.loading import load, resume_of, steps_of
 from agentrl.console.live import TrainDisplay
 from agentrl.console.output import console, print_block, print_line
 from agentrl.console.report import serve_command, training_report
+from agentrl.gateway.handle import fetch_model
 from agentrl.interrupts import end_in_order
 from agentrl.runner.agent_spec import validate_agent
 from agentrl.runs.circumstances import note_start
@@ -52,6 +53,7 @@ def train_command(*tokens: Tokens) -> None:
     # Before config.json holds the setting: every later --resume would fail.
     steps = steps_of(config, tasks)
     check_warmup(config.learning.warmup_steps, steps)
+    fetch_model(config)
     if folder is not None:
         folder.lock()
         changes = check_resume(folder, config, tasks, eval_tasks)

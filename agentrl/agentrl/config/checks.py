@@ -9,9 +9,9 @@ import re
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
 
-from agentrl.config.algorithm_options import AlgorithmSettings, table_of
 from agentrl.config.errors import ConfigError
 from agentrl.config.setting_names import flattened
+from agentrl.config.settings.algorithm import AlgorithmSettings, table_of
 from agentrl_trainer.names import check_name
 
 if TYPE_CHECKING:

@@ -13,20 +13,52 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from agentrl.config import checks, settings
-from agentrl.config.agent import AgentSettings, RunAgentSettings, TrainAgentSettings
-from agentrl.config.algorithm_options import AlgorithmSettings
+from agentrl.config import checks
 from agentrl.config.field_types import Count, HttpUrl, Positive, Store, Table
 from agentrl.config.setting_names import model_in
-from agentrl.config.settings import (
-    Adapters,
-    AdapterSettings,
-    OtherModels,
-    OtherModelSettings,
+from agentrl.config.settings.agent import (
+    AgentSettings,
+    RunAgentSettings,
     Speakers,
     SpeakerSettings,
+    TrainAgentSettings,
 )
-from agentrl.config.training_settings import GuardSettings, SweepSettings, TrainEvaluationSettings
+from agentrl.config.settings.algorithm import AlgorithmSettings
+from agentrl.config.settings.evaluation import (
+    CheckSettings,
+    EvalEvaluationSettings,
+    TrainEvaluationSettings,
+)
+from agentrl.config.settings.gateway import (
+    GatewaySettings,
+    ServeGatewaySettings,
+    TrainGatewaySettings,
+)
+from agentrl.config.settings.learning import LearningSettings
+from agentrl.config.settings.models import (
+    Adapters,
+    AdapterSettings,
+    EvalModelSettings,
+    ModelSettings,
+    OtherModels,
+    OtherModelSettings,
+    RunModelSettings,
+    ServeModelSettings,
+)
+from agentrl.config.settings.rollouts import (
+    Policy,
+    RolloutSettings,
+    RunnerSettings,
+    SingleRunnerSettings,
+)
+from agentrl.config.settings.run import (
+    GuardSettings,
+    RunFolderSettings,
+    ServeRunSettings,
+    TrainRunSettings,
+)
+from agentrl.config.settings.sampler import SamplerSettings, TinkerSettings
+from agentrl.config.settings.sweep import SweepSettings
 
 
 def _short(text: str) -> dict[str, tuple[str, ...]]:
@@ -53,7 +85,7 @@ class _Command(Table):
 class ModelCommand(_Command):
     """What every command has that loads a model."""
 
-    model: settings.ModelSettings = settings.ModelSettings()
+    model: ModelSettings = ModelSettings()
     adapters: Adapters = Field(default_factory=dict[str, AdapterSettings])
     """Several adapters, trained together, instead of one: NAME,NAME or, for which agents and
     rewards train each, [adapters.NAME] in a file. Agents request them by name."""
@@ -63,8 +95,8 @@ class ModelCommand(_Command):
     speakers: Speakers = Field(default_factory=dict[str, SpeakerSettings])
     """Agents (roles) by what their requests hold, for clients that name none, as coding agents do:
     [speakers.NAME] in a file, JSON in a flag. The first that fits names the call's agent."""
-    sampler: settings.SamplerSettings = settings.SamplerSettings()
-    gateway: settings.GatewaySettings = settings.GatewaySettings()
+    sampler: SamplerSettings = SamplerSettings()
+    gateway: GatewaySettings = GatewaySettings()
 
     @model_validator(mode="after")
     def _check_models(self) -> Self:
@@ -104,13 +136,13 @@ class TrainConfig(ModelCommand):
 
     agent: TrainAgentSettings
     evaluation: TrainEvaluationSettings = TrainEvaluationSettings()
-    rollouts: settings.RolloutSettings = settings.RolloutSettings()
+    rollouts: RolloutSettings = RolloutSettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()
-    learning: settings.LearningSettings = settings.LearningSettings()
-    gateway: settings.TrainGatewaySettings = settings.TrainGatewaySettings()
-    tinker: settings.TinkerSettings = settings.TinkerSettings()
+    learning: LearningSettings = LearningSettings()
+    gateway: TrainGatewaySettings = TrainGatewaySettings()
+    tinker: TinkerSettings = TinkerSettings()
     guards: GuardSettings = GuardSettings()
-    run: settings.TrainRunSettings = settings.TrainRunSettings()
+    run: TrainRunSettings = TrainRunSettings()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -119,8 +151,8 @@ class TrainConfig(ModelCommand):
         return self
 
 
-class CheckRolloutSettings(settings.RolloutSettings):
-    on_error: settings.Policy = "drop"
+class CheckRolloutSettings(RolloutSettings):
+    on_error: Policy = "drop"
     """When the agent raises: drop, retry, or a reward."""
 
 
@@ -130,7 +162,7 @@ class CheckConfig(TrainConfig):
     short_flags = _short("check.tasks=check-tasks check.samples") | TrainConfig.short_flags
 
     rollouts: CheckRolloutSettings = CheckRolloutSettings()
-    check: settings.CheckSettings = settings.CheckSettings()
+    check: CheckSettings = CheckSettings()
 
 
 class SweepConfig(TrainConfig):
@@ -153,10 +185,10 @@ class EvalConfig(ModelCommand):
     )
 
     agent: AgentSettings
-    evaluation: settings.EvalEvaluationSettings
-    rollouts: settings.RunnerSettings = settings.RunnerSettings()
-    model: settings.EvalModelSettings = settings.EvalModelSettings()
-    run: settings.RunFolderSettings = settings.RunFolderSettings()
+    evaluation: EvalEvaluationSettings
+    rollouts: RunnerSettings = RunnerSettings()
+    model: EvalModelSettings = EvalModelSettings()
+    run: RunFolderSettings = RunFolderSettings()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -182,9 +214,9 @@ class RunConfig(ModelCommand):
     )
 
     agent: RunAgentSettings
-    rollouts: settings.SingleRunnerSettings = settings.SingleRunnerSettings()
-    model: settings.RunModelSettings = settings.RunModelSettings()
-    run: settings.RunFolderSettings = settings.RunFolderSettings()
+    rollouts: SingleRunnerSettings = SingleRunnerSettings()
+    model: RunModelSettings = RunModelSettings()
+    run: RunFolderSettings = RunFolderSettings()
 
 
 class ServeConfig(ModelCommand):
@@ -196,9 +228,9 @@ class ServeConfig(ModelCommand):
         "sampler.kind=sampler sampler.max_tokens run.store"
     )
 
-    model: settings.ServeModelSettings = settings.ServeModelSettings()
-    gateway: settings.ServeGatewaySettings = settings.ServeGatewaySettings()
-    run: settings.ServeRunSettings = settings.ServeRunSettings()
+    model: ServeModelSettings = ServeModelSettings()
+    gateway: ServeGatewaySettings = ServeGatewaySettings()
+    run: ServeRunSettings = ServeRunSettings()
 
 
 class JoinAgentSettings(Table):

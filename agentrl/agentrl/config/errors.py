@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from agentrl.config.setting_names import RENAMED, nearest, setting_at, settings_of
+from agentrl.config.setting_names import nearest, setting_at, settings_of
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError
@@ -21,9 +21,7 @@ def explain(error: ValidationError, command: type[BaseModel]) -> str:
 
 
 def unknown_setting(name: str, command: type[BaseModel]) -> str:
-    """Say that no setting has this name; name its new place or the nearest one."""
-    if name in RENAMED:
-        return f"{name}: is now {' or '.join(RENAMED[name])}"
+    """Say that no setting has this name, and name the nearest one."""
     near = nearest(name, [setting.name for setting in settings_of(command)])
     return f"{name}: there is no such setting.{near or ' --help-all shows all there are.'}"
 
@@ -34,8 +32,6 @@ def _explain_one(problem: ErrorDetails, command: type[BaseModel]) -> str:
         return unknown_setting(".".join(map(str, problem["loc"])), command)
     setting, name = setting_at(command, problem["loc"])
     if problem["type"] == "model_type" and setting is None:
-        if name in RENAMED:
-            return f"{name}: is a table now; write {' or '.join(RENAMED[name])}"
         inside = next(one.name for one in settings_of(command) if one.name.startswith(f"{name}."))
         return f"{name}: is a table of settings, such as {inside}"
     if setting is None and problem["type"] == "value_error":

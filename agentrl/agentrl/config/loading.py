@@ -16,13 +16,13 @@ from typing import Any, TypeVar, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from agentrl.config.algorithm_options import table_of
 from agentrl.config.commands import COMMANDS, JoinConfig, ModelCommand, TrainConfig
 from agentrl.config.errors import ConfigError, explain, unknown_setting
 from agentrl.config.field_types import split_step
 from agentrl.config.profiles import read_profile, within
 from agentrl.config.secrets import store_url
-from agentrl.config.setting_names import RENAMED, flag_of, flattened, nearest, settings_of
+from agentrl.config.setting_names import flattened, nearest, settings_of
+from agentrl.config.settings.algorithm import table_of
 from agentrl_tracer.schemas import Json
 
 Config = TypeVar("Config", bound="ModelCommand | JoinConfig")
@@ -106,9 +106,6 @@ def _parse_flags(
 
 def _unknown_flag(flag: str, command: type[BaseModel]) -> str:
     flags = [one for setting in settings_of(command) for one in setting.flags]
-    places = map(flag_of, RENAMED.get(flag.lstrip("-").replace("-", "_"), ()))
-    if here := [place for place in places if place in flags]:
-        return f"is now {' or '.join(here)}"
     return f"there is no such flag.{nearest(flag, flags) or ' See --help-all.'}"
 
 
@@ -151,6 +148,7 @@ def _read_file(path: Path) -> dict[str, Any]:
 def _from_environment(command: type[BaseModel], environment: Mapping[str, str]) -> dict[str, Any]:
     known = {setting.name for setting in settings_of(command)}
     of_any = {one.name for kind in COMMANDS.values() for one in settings_of(kind)}
+    without_table = {name.rpartition(".")[2] for name in known}.difference(_OF_AGENTS)
     given: dict[str, Any] = {}
     for variable, value in environment.items():
         if not variable.startswith(_PREFIX):
@@ -158,10 +156,7 @@ def _from_environment(command: type[BaseModel], environment: Mapping[str, str]) 
         name = variable.removeprefix(_PREFIX).lower().replace("__", ".")
         if name in known or name.partition(".")[0] in known:  # a row of a table
             given = _merged(given, _nested(name, value))
-        elif name in RENAMED and name not in _OF_AGENTS:
-            places = [_PREFIX + one.upper().replace(".", "__") for one in RENAMED[name]]
-            raise ConfigError(f"{variable}: is now {' or '.join(places)}")
-        elif "." in name and name not in of_any:
+        elif name in without_table or ("." in name and name not in of_any):
             raise ConfigError(f"{variable}: {unknown_setting(name, command)}")
     return given
 
@@ -185,6 +180,8 @@ def _resumed(folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"resume: {path} is damaged; bring a copy back: {error}") from error
+    if "imported" in settings:
+        raise ConfigError(f"resume: {str(folder)!r} holds imported trajectories, and no training")
     if not isinstance(settings.get("agent"), dict):
         raise ConfigError(
             f"resume: {folder} was started by an earlier version, whose settings were flat; it can "

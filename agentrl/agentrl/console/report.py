@@ -17,7 +17,7 @@ from agentrl_tracer.schemas import REWARD_RANGE, Accounting, SkipReason
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from agentrl.config.settings import ModelSettings
+    from agentrl.config.settings.models import ModelSettings
     from agentrl.runs.summary import Summary
 
 

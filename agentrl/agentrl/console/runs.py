@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 
-from agentrl.console.output import print_block, print_line, print_sentences
+from agentrl.console.output import plain, print_block, print_line, print_sentences
 from agentrl.console.report import calls_line
 from agentrl.console.tables import facts, print_rows, sparkline
 from agentrl.history import evaluations
@@ -16,9 +16,10 @@ from agentrl.history.evaluations import differences, held_out
 from agentrl.history.rollout.conversation import answer_excerpt, prompt_excerpt
 from agentrl.history.run_list import Listed
 from agentrl.history.sources import OpenRun
+from agentrl.runs.circumstances import why_failed
 from agentrl.runs.metric_names import HELD_OUT, REWARD
 from agentrl.runs.recorded import how_to_continue, shown
-from agentrl_tracer.schemas import Call, Json, PromptKinds, Verified
+from agentrl_tracer.schemas import AttemptState, Call, Json, PromptKinds, RolloutState, Verified
 
 _CURVE = 24
 _MOST_BRANCHED = 5
@@ -52,6 +53,8 @@ def show_run(to: Console, run: OpenRun) -> None:
     """Show a run: steps, how rollouts ended, where calls went, evaluations."""
     row, store = run.current(), run.store
     print_line((run.name, "bold"), f" ({row['kind']}, {row['state']})", to=to)
+    if why := why_failed(run.folder):
+        print_sentences(f"failed: {plain(why)}", "red", to)
     if row["kind"] == "train" and row["state"] in ("interrupted", "pruned", "failed"):
         print_line((how_to_continue(run.folder), "cyan"), to=to)
     steps = [{**known, "step": step} for step, known in store.metrics(run.id).items()]
@@ -62,8 +65,8 @@ def show_run(to: Console, run: OpenRun) -> None:
     for group in continuity:
         prompts.update({name: count * group.rollouts for name, count in group.kinds.items()})
     known = {
-        "rollouts": _counts(outcomes.rollouts),
-        "attempts": _counts(outcomes.attempts),
+        "rollouts": _counts({RolloutState(name).shown: n for name, n in outcomes.rollouts.items()}),
+        "attempts": _counts({AttemptState(name).shown: n for name, n in outcomes.attempts.items()}),
         "rewards by policy": _counts(outcomes.policy_rewards),
         "policies": ", ".join(f"{name} {value}" for name, value in row["policies"].items()),
         "calls": calls_line(store.accounting(run.id)),

@@ -21,7 +21,7 @@ from agentrl_tracer.schemas import Attempt, Call, Rollout
 from agentrl_tracer.store import Store
 
 _LOG_LINES = 20
-_STATE_STYLE = {"succeeded": "green", "running": "cyan", "queued": "cyan"}
+_STATE_STYLE = {"completed": "green", "running": "cyan", "queued": "cyan"}
 _STYLES = {f"state {name}": style for name, style in _STATE_STYLE.items()} | {
     "attempt": "bold", "span": "cyan", "note": "bold cyan", "call": "bold magenta",
     "reward": "bold green", "earned": "green", "busy": "yellow",
@@ -34,7 +34,8 @@ def rollout_trace(store: Store, rollout: Rollout) -> Group:
     """Return everything that is recorded of one rollout, for ``print_block``."""
     trace = read_trace(store, rollout)
     head = Text.assemble(("rollout ", "bold"), rollout.id)
-    head.append(f"  {rollout.state}", _STATE_STYLE.get(rollout.state, "red"))
+    state = rollout.state.shown
+    head.append(f"  {state}", _STATE_STYLE.get(state, "red"))
     if rollout.reason and not any(attempt.error for attempt in trace.attempts):
         head.append(f"  {excerpt(rollout.reason)}", "red")
     tree = Tree(head, guide_style="dim")

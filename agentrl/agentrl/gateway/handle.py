@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import httpx
 
+from agentrl.config.commands import ModelCommand, TrainConfig
 from agentrl.config.secrets import secret_variables
 from agentrl.gateway.process import CANNOT_START, GatewayPlan, run_gateway
 from agentrl.process_privacy import environment_without
@@ -22,7 +23,6 @@ from agentrl.supervisor import SupervisedProcess, end_with_parent
 from agentrl.timing import Waiting, heavy_imports
 from agentrl_proxy.server.listening import http_url
 from agentrl_tracer.schemas import Json
-from agentrl_trainer.names import SMOLLM2
 
 _HOPELESS_DEATHS = 5  # in a row, after which ``watch`` gives up
 _LIVED_S = 30.0  # of health, after which earlier deaths are forgotten
@@ -200,17 +200,21 @@ def _may_fork() -> bool:
     return threading.active_count() == 1 and not torch.cuda.device_count()
 
 
-def fetch_model(name: str) -> None:
-    """Fetch a built-in model that is not here yet, and refuse a folder that is no model.
+def fetch_model(config: ModelCommand) -> None:
+    """Fetch a command's model, if it is a built-in one, and refuse one that does not exist.
 
     The caller's terminal shows it at once; the gateway would write it into its log.
-    """
-    path = name.startswith((".", "/", "~")) and not Path(name, "config.json").expanduser().is_file()
-    if name == SMOLLM2 or path:  # else there is nothing to do here, and torch need not be imported
-        with heavy_imports():
-            from agentrl_trainer.models.sources import resolve_model
 
-        resolve_model(name)
+    Raises:
+        ModelError: names the field and the fix.
+    """
+    with heavy_imports():  # fetching needs torch
+        from agentrl_trainer.models.sources import require_model
+
+        name = config.model.name
+        if isinstance(config, TrainConfig) and config.run.backend == "tinker":
+            name = config.tinker.tokenizer or name
+        require_model(name)
 
 
 def handed_over(plan: GatewayPlan) -> bytes:

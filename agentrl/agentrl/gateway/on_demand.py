@@ -25,7 +25,8 @@ from agentrl.config.commands import ModelCommand
 from agentrl.config.errors import ConfigError
 from agentrl.config.field_types import Count, Table
 from agentrl.config.setting_names import recorded
-from agentrl.config.settings import ModelSettings, OtherModelSettings, TinkerSettings
+from agentrl.config.settings.models import ModelSettings, OtherModelSettings
+from agentrl.config.settings.sampler import TinkerSettings
 from agentrl.gateway.handle import GatewayHandle
 from agentrl.gateway.process import GatewayPlan
 from agentrl.history.rollout.conversation import path_of

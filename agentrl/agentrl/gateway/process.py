@@ -29,15 +29,11 @@ from agentrl.capacity import available_cores, sampler_threads
 from agentrl.config.commands import ModelCommand
 from agentrl.config.field_types import Table
 from agentrl.config.secrets import FORWARD_HEADERS, filled
-from agentrl.config.settings import (
-    GatewaySettings,
-    ModelSettings,
-    OtherModelSettings,
-    RunnerSettings,
-    SamplerSettings,
-    SpeakerSettings,
-    TinkerSettings,
-)
+from agentrl.config.settings.agent import SpeakerSettings
+from agentrl.config.settings.gateway import GatewaySettings
+from agentrl.config.settings.models import ModelSettings, OtherModelSettings
+from agentrl.config.settings.rollouts import RunnerSettings
+from agentrl.config.settings.sampler import SamplerSettings, TinkerSettings
 from agentrl.process_privacy import hide_memory
 from agentrl.supervisor import end_with_parent, first_line
 from agentrl.timing import heavy_imports

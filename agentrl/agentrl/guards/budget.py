@@ -14,7 +14,7 @@ from dataclasses import asdict, astuple, dataclass
 from math import inf
 from typing import Any
 
-from agentrl.config.training_settings import GuardSettings
+from agentrl.config.settings.run import GuardSettings
 from agentrl.runs.folder import RunFolder
 from agentrl_tracer.schemas import Call, Purpose, RolloutState
 from agentrl_tracer.store import Store

@@ -1,12 +1,13 @@
-"""Export the rollouts of a run: whole, as chats to imitate, or as pairs to prefer between.
+"""Export the rollouts of a run: whole, as chats to imitate, as pairs to prefer between, as rows.
 
 ``where`` of each function selects the rollouts; ConfigError says what is wrong with it.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import groupby, islice, takewhile
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,11 @@ from agentrl.history.rollout_table import Query, Row, find_rollouts
 from agentrl.history.sources import OpenRun
 from agentrl.runs.excerpts import json_line
 from agentrl_proxy.protocols.conversion import chat_of_messages, chat_of_response
-from agentrl_tracer.schemas import Call, CallState, Json, Purpose
+from agentrl_tracer.schemas import Call, CallState, Json, Purpose, SkipReason
 from agentrl_trainer.data.rewards import by_rollout
+from agentrl_trainer.data.skip_reasons import SkipRules
+from agentrl_trainer.data.training_row import to_training_row
+from agentrl_trainer.data.trajectories import build_trajectories
 
 _BATCH = 100  # rollouts whose calls are in memory
 
@@ -72,6 +76,41 @@ def pair_records(run: OpenRun, where: str) -> Iterator[Json]:
                     "reward_chosen": best["reward"],
                     "reward_rejected": worst["reward"],
                     "rollouts": [best["id"], worst["id"]],
+                }
+
+
+_OF_A_STEP = (
+    SkipReason.NO_REWARD, SkipReason.SMALL_GROUP, SkipReason.ZERO_ADVANTAGE, SkipReason.LEFT_OVER,
+)  # fmt: skip
+"""Why calls did not train in the step that they were made for; their tokens are good."""
+
+
+def row_records(run: OpenRun, where: str) -> Iterator[Json]:
+    """Yield the rows of tokens that can train: ``TrainingRow`` without advantages.
+
+    Evaluations are left out as by ``chat_records``.
+    """
+    rules = SkipRules(max_length=sys.maxsize)
+    for batch in _batches(_rows(run, where, _trained(run, where))):
+        ids = [row["id"] for row in batch]
+        winners = [one.winner for one in run.store.rollouts(run.id, ids=ids) if one.winner]
+        calls = by_rollout(run.store.calls(attempt_ids=winners))
+        for row in batch:
+            own = [
+                replace(call, skip_reason=None) if call.skip_reason in _OF_A_STEP else call
+                for call in calls[row["id"]]
+            ]
+            for path in build_trajectories(own, rules).trajectories:
+                made = to_training_row(path, dict.fromkeys(path.call_ids, 0.0))
+                yield {
+                    "rollout": row["id"],
+                    "group": row["group"],
+                    "reward": row["reward"],
+                    "adapter": made.adapter,
+                    "calls": path.call_ids,
+                    "tokens": made.tokens,
+                    "mask": made.mask,
+                    "logprobs": made.logprobs,
                 }
 
 

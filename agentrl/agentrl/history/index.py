@@ -24,7 +24,7 @@ from agentrl_tracer.schemas import Attempt, Call, CallState, Feedback, Reward, R
 from agentrl_tracer.store import Store, StoreError
 from agentrl_trainer.data.rewards import by_rollout, human_rewards, rollout_reward
 
-VERSION = 4
+VERSION = 5
 """Of the layout; a file of another version, or of another run, is made anew."""
 _STEP = 200
 """Rollouts, or served calls, that one call of ``fill`` looks at."""
@@ -247,7 +247,7 @@ def _summary(
         took = rollout.ended_at - rollout.started_at
     return [
         rollout.id, rollout.step, rollout.purpose, task_index(rollout),
-        rollout.group_id, rollout.index, rollout.state, rollout_reward(rollout, rewards),
+        rollout.group_id, rollout.index, rollout.state.shown, rollout_reward(rollout, rewards),
         json.dumps(by_name), len(feedback) or None, rollout.attempts, len(calls),
         *count_tokens(calls), took,
         ", ".join(sorted({call.agent for call in calls if call.agent})) or None,

@@ -81,11 +81,10 @@ def listed(run: OpenRun) -> Listed:
     """Return what tells a run apart in a list."""
     row, every = run.current(), -(-(run.store.last_step(run.id) or 1) // _POINTS)
     metrics = run.store.metrics(run.id, (REWARD, HELD_OUT), every=every).values()
-    why = why_failed(run.folder) if row["state"] == "failed" else None
     return Listed(
-        run.name, run.id, row["kind"], recorded(row["config"], "model.name"), row["state"], why,
-        row["created_at"], row["ended_at"], str(run.folder.root) if run.folder.exists() else None,
-        progress_of(run, row["state"]),
+        run.name, run.id, row["kind"], recorded(row["config"], "model.name"), row["state"],
+        why_failed(run.folder), row["created_at"], row["ended_at"],
+        str(run.folder.root) if run.folder.exists() else None, progress_of(run, row["state"]),
         [row[REWARD] for row in metrics if REWARD in row],
         [row[HELD_OUT] for row in metrics if HELD_OUT in row], read_notes(run.folder),
     )  # fmt: skip

@@ -18,12 +18,17 @@ _LONGEST_SILENCE_S = 1.0  # of an idle worker whose store has not changed
 
 
 class GatewayProbe:
-    """Asks the gateway's ``/healthz`` whether it is well, and which boot of it answers."""
+    """Asks the gateway's ``/healthz`` whether it is well, and which boot of it answers.
+
+    Attributes:
+        context_length: of the model, as the last answer said; None if it is not known.
+    """
 
     def __init__(self, url: str) -> None:
         self._url = f"{url}/healthz"
         self._opener = build_opener(ProxyHandler({}))
         self._told = False
+        self.context_length: int | None = None
         self._known: tuple[float, str | None] = (float("-inf"), None)
 
     def boot_id(self, max_age_s: float = 0.0) -> str | None:
@@ -37,6 +42,7 @@ class GatewayProbe:
                 with self._opener.open(self._url, timeout=_GATEWAY_TIMEOUT_S) as answer:
                     health = json.load(answer)
                 boot_id = f"{health['boot_id']}-{health['recoveries']}"
+                self.context_length = health.get("context_length")
             except HTTPError as refusal:
                 boot_id = None
                 if refusal.code == 403 and not self._told:  # such as for the name in its URL

@@ -145,6 +145,8 @@ class Worker:
     def _fork(self) -> ForkedChild:
         """Fork a process, in a group of its own, that runs the attempts whose claims it is sent."""
         config, known_modules = self._config, self._known_modules
+        if length := self._gateway.context_length:
+            os.environ["AGENTRL_CONTEXT_LENGTH"] = str(length)
 
         def run(theirs: socket.socket) -> NoReturn:
             if config.concurrency > 1:

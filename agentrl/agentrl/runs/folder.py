@@ -24,7 +24,7 @@ from agentrl.process_privacy import open_private
 
 if TYPE_CHECKING:
     from agentrl.config.commands import ModelCommand
-    from agentrl.config.settings import Readers
+    from agentrl.config.settings.run import Readers
 
 logger = logging.getLogger("agentrl")
 

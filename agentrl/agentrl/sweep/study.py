@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.config.commands import SweepConfig
 from agentrl.config.errors import ConfigError
 from agentrl.config.setting_names import flattened
-from agentrl.config.training_settings import SweepSettings
+from agentrl.config.settings.sweep import SweepSettings
 from agentrl.runs.folder import RunFolder
 from agentrl.runs.recorded import shown
 from agentrl.sweep.space import Space, trial_settings

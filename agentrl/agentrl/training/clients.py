@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from agentrl.capacity import available_cores, trainer_threads
-from agentrl.config.algorithm import REFERENCE, value_params
 from agentrl.config.commands import TrainConfig
+from agentrl.training.algorithm import REFERENCE, value_params
 from agentrl.training.session import RunError
 from agentrl_trainer.client import ServiceClient, TrainingClient
 from agentrl_trainer.learner.optimizers import default_learning_rate

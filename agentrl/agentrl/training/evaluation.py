@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from agentrl.config.settings import EvaluationSettings
+from agentrl.config.settings.evaluation import EvaluationSettings
 from agentrl.runs.best_adapter import held_out_of, keep_best
 from agentrl.runs.metric_names import HELD_OUT
 from agentrl.timing import PhaseTimer

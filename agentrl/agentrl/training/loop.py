@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from agentrl.config.algorithm import update_settings
 from agentrl.config.checks import greedy_note
 from agentrl.config.commands import TrainConfig
 from agentrl.config.loading import steps_of
@@ -36,6 +35,7 @@ from agentrl.runs.folder import strict
 from agentrl.runs.metric_names import REWARD
 from agentrl.runs.summary import Ending, Summary
 from agentrl.timing import PhaseTimer
+from agentrl.training.algorithm import update_settings
 from agentrl.training.clients import create_clients
 from agentrl.training.evaluation import evaluate_if_due
 from agentrl.training.metrics import PrefixHits, report_step_failures, seconds_row, step_row

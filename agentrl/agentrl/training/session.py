@@ -20,7 +20,7 @@ from agentrl.config.secrets import (
     without_password,
 )
 from agentrl.console.output import stderr
-from agentrl.gateway.handle import GatewayHandle, fetch_model
+from agentrl.gateway.handle import GatewayHandle
 from agentrl.gateway.process import GatewayPlan, import_gateway
 from agentrl.runner.pool_client import start_pool
 from agentrl.runner.protocol import RunnerConfig
@@ -75,7 +75,6 @@ class Session:
         adapter_paths: Mapping[str, Path] | None = None,
         asks_for: str | None = None,
     ) -> None:
-        fetch_model(config.model.name)
         folder.lock()
         self.folder = folder
         self.config = config
@@ -83,11 +82,12 @@ class Session:
         self._computes = as_training is not None  # in this process, too
         self._training = training = as_training if kind == "train" else None
         shared = training and training.run.store
-        self.store = Store(store_url(shared) if shared else str(folder.store))
-        self.run_id = self._register(kind)
         paths = dict(adapter_paths or {})
         log, max_rank = folder.logs / "vllm.log", training and training.learning.rank
+        # What it refuses is refused before there is a run.
         self._vllm = planned_server(config, log, max_rank=max_rank, adapters=paths.values())
+        self.store = Store(store_url(shared) if shared else str(folder.store))
+        self.run_id = self._register(kind)
         own = bool(training or paths)
         self._plan = GatewayPlan.of(
             config,
@@ -140,15 +140,13 @@ class Session:
         return run_id
 
     def __enter__(self) -> Self:
-        own = self._training and self._training.gateway
-        host, port = (own.host, own.port) if own else ("127.0.0.1", 0)
         try:
-            listening = bind(host, port, operator_key=self._plan.operator_key)
-            self.gateway = GatewayHandle(self._plan, self.folder.logs / "gateway.log", listening)
-        except OSError as error:
-            raise RunError(f"gateway.host/gateway.port: cannot listen there: {error}") from error
-        self.store.announce_gateway(self.run_id, self.gateway.url_for_others)
-        self.pool = self._start_runners()
+            self.gateway = self._listen()
+            self.store.announce_gateway(self.run_id, self.gateway.url_for_others)
+            self.pool = self._start_runners()
+        except BaseException as error:
+            self._note_end(error)
+            raise
         try:
             if self._computes:
                 # This process needs torch, too, and a gateway that can be forked then is ready 2 s
@@ -165,6 +163,15 @@ class Session:
             self.__exit__(type(error), error, None)
             raise
         return self
+
+    def _listen(self) -> GatewayHandle:
+        own = self._training and self._training.gateway
+        host, port = (own.host, own.port) if own else ("127.0.0.1", 0)
+        try:
+            listening = bind(host, port, operator_key=self._plan.operator_key)
+            return GatewayHandle(self._plan, self.folder.logs / "gateway.log", listening)
+        except OSError as error:
+            raise RunError(f"gateway.host/gateway.port: cannot listen there: {error}") from error
 
     def _start_runners(self) -> SupervisedProcess | RayPool:
         config = self.config
@@ -186,17 +193,20 @@ class Session:
         return RayPool(runners, self._training and self._training.gateway.host)
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        interrupted = isinstance(error, KeyboardInterrupt)
-        if interrupted:
+        if isinstance(error, KeyboardInterrupt):
             stderr.print("agents and gateway are being stopped; another signal ends at once")
         if error is not None:
             # Before anything is stopped, which may take longer than a signal leaves.
-            with contextlib.suppress(Exception):  # the first error is the one to tell
-                self.store.db.patience_s = _FAREWELL_S
-                if not interrupted:
-                    note_failure(self.folder, error)
-                self.store.end_run(self.run_id, "interrupted" if interrupted else "failed")
+            self._note_end(error)
         self._stop()
+
+    def _note_end(self, error: BaseException) -> None:
+        interrupted = isinstance(error, KeyboardInterrupt)
+        with contextlib.suppress(Exception):  # the first error is the one to tell
+            self.store.db.patience_s = _FAREWELL_S
+            if not interrupted:
+                note_failure(self.folder, error)
+            self.store.end_run(self.run_id, "interrupted" if interrupted else "failed")
 
     def _stop(self) -> None:
         self._ended.set()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from agentrl.config.algorithm import step_settings
 from agentrl.config.commands import TrainConfig
+from agentrl.training.algorithm import step_settings
 from agentrl.training.staleness import StalenessLimit
 from agentrl_tracer.schemas import Call, Rollout, SkipReason
 from agentrl_tracer.store import Store

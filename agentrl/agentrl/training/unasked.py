@@ -52,5 +52,5 @@ def _why(spans: Sequence[Span], gateway: str) -> str | None:
             return f"they asked {address}{f':{port}' if port else ''}, not OPENAI_BASE_URL"
     for span in calls:
         if span.status == "error":
-            return f"their calls failed: {span.attributes.get('error.type', 'see runs show')}"
+            return f"their calls failed: {span.attributes.get('error.type', 'see runs rollout')}"
     return "their framework answered from a cache" if calls else None

@@ -57,7 +57,7 @@ def _examples(run: OpenRun, evaluations: dict[str, Any]) -> list[tuple[str, Chat
     outcomes = [outcome for flip in flips for outcome in flip]
     steps = [evaluations["before"], evaluations["after"]] * len(flips)
     about = {
-        one.rollout: f"Task {one.task} at step {step}: {one.successes} of {one.samples} right"
+        one.rollout: f"Task {one.task} at step {step}: {one.successes} of {one.samples} succeeded"
         for one, step in zip(outcomes, steps, strict=True)
     } or _best_and_worst(run)
     calls = longest_calls(run.store, run.id, list(about))
@@ -66,7 +66,7 @@ def _examples(run: OpenRun, evaluations: dict[str, Any]) -> list[tuple[str, Chat
 
 def _best_and_worst(run: OpenRun) -> dict[str, str]:
     """Return what to say of two rollouts of the last step that has any which ended, by id."""
-    ended = "status in ('succeeded', 'failed')"
+    ended = "status in ('completed', 'failed')"
     last = find_rollouts(run.index, Query(ended, sort="-step", limit=1)).rows
     if not last:
         return {}

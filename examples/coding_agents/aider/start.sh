@@ -1,7 +1,7 @@
 #!/bin/sh
-# Starts aider in the current folder, with a home folder of its own. Small files are in the chat.
+# Starts aider in the current folder. Small files are in the chat.
 set -eu
-HOME=$(mktemp -d); export HOME; trap 'rm -rf "$HOME"' EXIT
+: "${AGENTRL_ALONE:?start it by alone.sh SCRIPT, which gives it a home folder of its own}"
 model=openai/${AGENTRL_MODEL:-policy}
 export LITELLM_LOCAL_MODEL_COST_MAP=True
 # Aider asks for temperature 0 by default, with which nothing is learned.

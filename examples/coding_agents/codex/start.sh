@@ -1,15 +1,16 @@
 #!/bin/sh
-# Starts Codex CLI in the current folder, with a home folder of its own.
+# Starts Codex CLI in the current folder.
 set -eu
-HOME=$(mktemp -d); export HOME; trap 'rm -rf "$HOME"' EXIT
+: "${AGENTRL_ALONE:?start it by alone.sh SCRIPT, which gives it a home folder of its own}"
+context=${AGENTRL_CONTEXT_LENGTH:-65536}
 export CODEX_HOME="$HOME/.codex"; mkdir "$CODEX_HOME"
 cat > "$HOME/.codex/config.toml" <<TOML
 model = "${AGENTRL_MODEL:-policy}"
 model_provider = "agentrl"
 check_for_update_on_startup = false
 web_search = "disabled"
-model_auto_compact_token_limit = ${AGENTRL_COMPACT_TOKENS:-48000}
-model_context_window = 65536
+model_context_window = $context
+model_auto_compact_token_limit = $((context * 3 / 4))
 [analytics]
 enabled = false
 [history]

@@ -132,8 +132,11 @@ class ChatService:
                 not_enforced.append("strict")
         if not_enforced:
             recorded["not_enforced"] = not_enforced
-        if prompt.branched is not None:
-            reason = recorded["branched"] = prompt.branched.value
+        branched = (
+            prompt.branched if memory is None else memory.begins(client.agent, prompt.branched)
+        )
+        if branched is not None:
+            reason = recorded["branched"] = branched.value
             stats.branched[reason] = stats.branched.get(reason, 0) + 1
         rows = open_calls(
             client, request, seq, recorded, prompt_ids=prompt.ids, adapter=adapter,
@@ -220,6 +223,7 @@ class ChatService:
         memory = call.client.memory
         if memory is None or not call.is_chat:
             return
+        memory.hear(call.client.agent)
         for choice, said in zip(call.choices, response["choices"], strict=True):
             self._remember(call, memory, choice, said["message"])
 

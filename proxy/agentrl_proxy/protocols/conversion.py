@@ -1,14 +1,22 @@
-"""Convert Responses and Messages requests to our own model to chat completions.
+"""Convert requests of the Responses and Messages APIs to chat completions.
 
-Knows the items and content blocks that responses.py and messages.py accept for our own model. What
-providers take besides (images, their own tools) is LiteLLM's to translate: see translation.py.
+For our own model, knows the items and content blocks that responses.py and messages.py accept. For
+a provider's model LiteLLM converts, which reads what providers take besides (images, their own
+tools); its functions for that are private, so litellm is pinned exactly. Answers are not converted
+here: through LiteLLM they lost ids, usage, the order of events, stop sequences, log-probs and
+parallel tool calls, so responses.py and messages.py write them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import Any
+
+from agentrl_proxy.errors import invalid
 
 Message = dict[str, Any]
 
@@ -171,3 +179,73 @@ def _of_blocks(role: str, content: str | list[dict[str, Any]]) -> list[Message]:
     message = {"role": role, "content": "".join(one["text"] for one in texts)}
     message |= {"tool_calls": calls} if calls else {}
     return [_with_thoughts(message, thoughts)]
+
+
+# --- by LiteLLM
+
+
+@cache
+def translators() -> tuple[Any, Any]:
+    """Import LiteLLM, which takes seconds, and return its translators of Messages and of Responses
+    requests."""
+    # Else LiteLLM fetches its price list over the network, and reads the folder's .env file.
+    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    os.environ.setdefault("LITELLM_MODE", "PRODUCTION")
+    import litellm.responses.main  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    from litellm.llms.anthropic.pass_through.adapters.transformation import AnthropicAdapter
+    from litellm.responses.litellm_completion_transformation.transformation import (
+        LiteLLMCompletionResponsesConfig,
+    )
+
+    return AnthropicAdapter(), LiteLLMCompletionResponsesConfig
+
+
+def provider_chat_of_messages(
+    raw: dict[str, Any], provider_model: str
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Translate a Messages request.
+
+    Args:
+        provider_model: LiteLLM's name (provider/model) of the model that answers. Thinking and
+            cache marks are translated for this model.
+
+    Returns:
+        The chat request, and the full names of tools by the shortened ones.
+
+    Raises:
+        ApiError: LiteLLM cannot read the request (400).
+    """
+    known = {k: v for k, v in raw.items() if k not in ("model", "stream")}
+    provider = _provider_of(provider_model)
+    with _reading("messages"):
+        chat, names = translators()[0].translate_completion_input_params_with_tool_mapping(
+            {**known, "model": provider_model}, custom_llm_provider=provider
+        )
+    return {**chat, "model": raw["model"]}, names
+
+
+def provider_chat_of_response(raw: dict[str, Any], provider_model: str) -> dict[str, Any]:
+    """Translate a Responses request; arguments and errors as with ``provider_chat_of_messages``."""
+    provider = _provider_of(provider_model)
+    with _reading("input"):
+        chat = translators()[1].transform_responses_api_request_to_chat_completion_request(
+            model=provider_model,
+            input=raw["input"],
+            responses_api_request=raw,
+            custom_llm_provider=provider,
+        )
+    return {**chat, "model": raw["model"]}
+
+
+def _provider_of(provider_model: str) -> str | None:
+    provider, slash, _ = provider_model.partition("/")
+    return provider if slash else None
+
+
+@contextlib.contextmanager
+def _reading(field: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # LiteLLM trusts its input, so it can raise anything
+        text = f"{field} could not be read: {type(error).__name__}: {error}"
+        raise invalid(field, text[:500]) from error

@@ -1,7 +1,6 @@
 """Read requests of Anthropic's Messages API, and write its answers, events and errors.
 
-A request becomes one of chat completions: conversion.py, or translation.py for a provider's model.
-Does not know tokens.
+conversion.py makes a request one of chat completions. Does not know tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 import orjson
 
 from agentrl_proxy.errors import ApiError, Names, invalid
-from agentrl_proxy.protocols import conversion, translation
+from agentrl_proxy.protocols import conversion
 from agentrl_proxy.protocols.chat import (
     MAX_MESSAGES,
     MAX_STOPS,
@@ -145,7 +144,7 @@ def messages_as_chat(
         chat |= {name: raw.get(name) for name in ("thinking", *TEMPLATE)}
         chat |= {"reasoning_effort": config.get("effort"), "left_out": left_out}
     else:
-        chat, names = translation.chat_of_messages(readable, provider_model)
+        chat, names = conversion.provider_chat_of_messages(readable, provider_model)
     if (raw.get("tool_choice") or {}).get("disable_parallel_tool_use"):
         chat["parallel_tool_calls"] = False  # LiteLLM drops it
     format = config.get("format") or raw.get("output_format")

@@ -1,8 +1,8 @@
 """Read requests of OpenAI's Responses API, and write its answers and events.
 
-A request becomes one of chat completions: conversion.py, or translation.py for a provider's model.
-What it refers to by id has been put in its place before (requests/stored_responses.py); tools that
-are no functions become such (response_tools.py). Does not know tokens.
+conversion.py makes a request one of chat completions. What it refers to by id has been put in its
+place before (requests/stored_responses.py); tools that are no functions become such
+(response_tools.py). Does not know tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from agentrl_proxy.errors import ApiError, Names, invalid
-from agentrl_proxy.protocols import conversion, response_tools, translation
+from agentrl_proxy.protocols import conversion, response_tools
 from agentrl_proxy.protocols.chat import (
     MAX_MESSAGES,
     MAX_TOKENS,
@@ -152,7 +152,7 @@ def responses_as_chat(
         if effort := (raw.get("reasoning") or {}).get("effort"):
             chat["reasoning_effort"] = effort
     else:
-        chat = translation.chat_of_response(known, provider_model)
+        chat = conversion.provider_chat_of_response(known, provider_model)
     if allowed:
         tools = [
             {"type": "function", "function": {"name": one["name"]}} for one in allowed["tools"]

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from agentrl_proxy.dependencies import ProviderModel
-from agentrl_proxy.protocols.translation import translators
+from agentrl_proxy.protocols.conversion import translators
 
 
 async def make_router(models: Mapping[str, ProviderModel]) -> Any:

@@ -40,6 +40,7 @@ class Branch(StrEnum):
     SWITCHES_CHANGED = "template_switches_changed"  # of the chat template, as its thinking switch
     MODEL_CHANGED = "model_changed"  # another adapter replied
     HISTORY_EDITED = "history_edited"  # an earlier message or the reply was never so
+    COMPACTED = "compacted"  # new or edited, after the agent's compaction; see AttemptMemory
     THINKING_STRIPPED = "thinking_stripped"  # by the chat template, as Qwen3's does, or the agent
     TEMPLATE_REWRITES = "template_rewrites"  # the template writes the past differently
 

@@ -10,8 +10,9 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from agentrl_proxy.rendering.continuity import Conversations
+from agentrl_proxy.rendering.continuity import Branch, Conversations
 from agentrl_proxy.requests.auth import ask
+from agentrl_proxy.requests.speakers import COMPACTION
 
 if TYPE_CHECKING:
     from agentrl_proxy.requests.client_retries import IdenticalRequests
@@ -43,6 +44,21 @@ class AttemptMemory:
     """By ClientRequest.key: those that run, or failed and were not retried."""
     given_up: set[str] = field(default_factory=set[str])
     """Ids of requests that raised in the agent's process, or were canceled there."""
+    compacted: dict[str | None, bool] = field(default_factory=dict[str | None, bool])
+    """By agent that has called: whether a compaction was answered since its last call."""
+
+    def begins(self, agent: str | None, branched: Branch | None) -> Branch | None:
+        """Return how an agent's call begins, where a compaction may be why it does not continue."""
+        if agent == COMPACTION:
+            return branched
+        compacted, self.compacted[agent] = self.compacted.get(agent, False), False
+        edited = branched in (Branch.NEW_CONVERSATION, Branch.HISTORY_EDITED)
+        return Branch.COMPACTED if compacted and edited else branched
+
+    def hear(self, agent: str | None) -> None:
+        """Note that an agent was answered."""
+        if agent == COMPACTION:
+            self.compacted = dict.fromkeys(self.compacted, True)
 
     async def take_seq(self, store: Store) -> int:
         """Return the next number in the order of acceptance; the store has the initial one."""

@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+COMPACTION = "compaction"
+"""The agent whose answers, summaries, stand in place of others' earlier messages."""
+
 
 @dataclass(frozen=True, slots=True)
 class SpeakerRule:

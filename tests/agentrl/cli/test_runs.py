@@ -15,8 +15,14 @@ from store_records import call_of, claimed, start_run
 from ui_pages import Recorded
 
 from agentrl.cli.main import main
+from agentrl.config.commands import TrainConfig
+from agentrl.config.errors import ConfigError
+from agentrl.config.loading import load
 from agentrl.console.output import console
 from agentrl.history.sources import OpenRun
+from agentrl.runs.circumstances import note_failure
+from agentrl.runs.folder import RunFolder
+from agentrl.training.session import RunError
 from agentrl_tracer.store import Store
 
 Said = Callable[..., str]
@@ -77,6 +83,13 @@ def test_show_has_the_books_evaluations_by_field_and_what_flipped(
     assert "step 0 to 4: +33.3 points on 6 tasks, 3 gained, 1 lost; p = 0.62" in shown
 
 
+def test_show_says_why_a_run_failed(recorded: Recorded, said: Said, tmp_path: Path) -> None:
+    folder = RunFolder(Path(shutil.copytree(recorded.root / "other", tmp_path / "one")))
+    assert "failed:" not in said("show", folder.root)
+    note_failure(folder, RunError("the gateway does not start"))
+    assert "failed: RunError: the gateway does not start\n" in said("show", folder.root)
+
+
 def test_rollouts_are_filtered_sorted_and_searched(recorded: Recorded, said: Said) -> None:
     run = recorded.root / "known"
     chosen = ("--where", "reward<0 and step>3", "--limit", 2)
@@ -95,7 +108,7 @@ def test_rollouts_are_filtered_sorted_and_searched(recorded: Recorded, said: Sai
 
 def test_a_rollout_is_found_in_whichever_run_has_it(recorded: Recorded, said: Said) -> None:
     shown = said("rollout", recorded.ids["first"], "--runs", recorded.root)
-    assert shown.startswith(f"rollout {recorded.ids['first']}  succeeded")
+    assert shown.startswith(f"rollout {recorded.ids['first']}  completed")
     assert "execute_tool look_up" in shown
     hostile = said("rollout", recorded.ids["failed"], "--runs", recorded.root)
     assert "no tool of this name" in hostile
@@ -198,3 +211,18 @@ def test_prune_says_what_may_go_asks_and_keeps_what_is_needed(
         store.end_run(store.runs()[0]["id"], "interrupted")
     (run / "checkpoints" / "step-000004").mkdir()
     assert "checkpoints" not in said("prune", tmp_path)  # it may be resumed
+
+
+def test_trajectories_are_imported_as_a_run(recorded: Recorded, said: Said, tmp_path: Path) -> None:
+    file = tmp_path / "all.jsonl"
+    said("export", recorded.root / "other", "--format", "atif", "--output", file)
+    count = len(file.read_text().splitlines())
+    told = said("import", file, "--runs", tmp_path / "runs", "--name", "back")
+    assert told.split()[:3] == [str(count), "rollouts", "in"]
+    assert f"{count} completed" in said("show", tmp_path / "runs/back")
+    assert "exists already" in said(
+        "import", file, "--runs", tmp_path / "runs", "--name", "back", code=2
+    )
+    assert "give at least one file" in said("import", code=2)
+    with pytest.raises(ConfigError, match="holds imported trajectories"):
+        load(TrainConfig, ["--resume", str(tmp_path / "runs/back")], {})

@@ -19,7 +19,7 @@ from agentrl.config.secrets import (
     store_url,
     without_password,
 )
-from agentrl.config.settings import OtherModelSettings
+from agentrl.config.settings.models import OtherModelSettings
 from agentrl.gateway.process import GatewayPlan, provider_model
 from agentrl.process_privacy import environment_without
 from agentrl.runner.agent_process.environment import attempt_environment

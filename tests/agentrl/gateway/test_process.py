@@ -17,7 +17,7 @@ import pytest
 from store_records import enqueue
 
 from agentrl.config.commands import ServeConfig
-from agentrl.config.settings import RunnerSettings
+from agentrl.config.settings.rollouts import RunnerSettings
 from agentrl.gateway.handle import handed_over
 from agentrl.gateway.process import GatewayPlan
 from agentrl.samplers.embedded import EmbeddedSampler

@@ -11,7 +11,7 @@ import pytest
 from call_records import make
 from store_records import claimed, start_run
 
-from agentrl.config.training_settings import GuardSettings
+from agentrl.config.settings.run import GuardSettings
 from agentrl.guards.budget import Budget, BudgetSpentError, Spent
 from agentrl.runs.folder import RunFolder
 from agentrl_tracer.schemas import Call, Purpose

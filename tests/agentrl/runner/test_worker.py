@@ -111,6 +111,7 @@ def test_the_environment_leads_unmodified_clients_to_the_gateway(
         "AGENTRL_ROLLOUT_ID": attempt.rollout_id,
         "AGENTRL_ATTEMPT_ID": attempt.id,
         "AGENTRL_MODEL": "policy",
+        "AGENTRL_CONTEXT_LENGTH": "4096",
         "OTEL_EXPORTER_OTLP_ENDPOINT": base,
         "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
         "OTEL_EXPORTER_OTLP_HEADERS": f"authorization=Bearer%20{key}",

@@ -18,7 +18,7 @@ from transformers import dynamic_module_utils
 
 from agentrl.config.commands import TrainConfig
 from agentrl.config.errors import ConfigError
-from agentrl.config.settings import TinkerSettings
+from agentrl.config.settings.sampler import TinkerSettings
 from agentrl.gateway.process import GatewayPlan, make_sampler
 from agentrl.runs.folder import find_adapters
 from agentrl.training.clients import TrainingClients, create_clients

@@ -14,7 +14,7 @@ import pytest
 from settings import nested
 
 from agentrl.config.commands import TrainConfig
-from agentrl.config.settings import EvaluationSettings
+from agentrl.config.settings.evaluation import EvaluationSettings
 from agentrl.training.evaluation import plan_evaluation
 from agentrl.training.rollout_queue import CheckProgress, RolloutQueue, tasks_in_order
 from agentrl.training.session import Session

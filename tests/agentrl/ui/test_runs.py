@@ -61,7 +61,7 @@ def test_overview_of_a_run_that_is_not_indexed_yet_says_so_and_follows(
         assert there is not None
         assert 'sse-connect="/runs/mine/live?seen="' in client.get("/runs/mine/rollouts").text
         fill_indexes(own.root)
-        assert f"{there[1]} succeeded</a>." in client.get("/runs/mine").text
+        assert f"{there[1]} completed</a>." in client.get("/runs/mine").text
         assert "sse-connect" not in client.get("/runs/mine/rollouts").text
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentrl_proxy.protocols import conversion, translation
+from agentrl_proxy.protocols import conversion
 
 FUNCTION = {"name": "search", "description": "d", "parameters": {"type": "object"}}
 ASKED: dict[str, Any] = {"model": "m", "tools": [{"type": "function", **FUNCTION}]}
@@ -100,7 +100,7 @@ def test_messages_are_those_of_litellm(seed: int) -> None:
     chance = random.Random(seed)
     response = {**ASKED, "input": _items(chance), "instructions": "i"}
     ours = conversion.chat_of_response(json.loads(json.dumps(response)))
-    assert _read(ours) == _read(translation.chat_of_response(response, MODEL))
+    assert _read(ours) == _read(conversion.provider_chat_of_response(response, MODEL))
     asked = {"model": "m", "max_tokens": 4, "messages": _messages(chance), "system": "s"}
     ours = conversion.chat_of_messages(json.loads(json.dumps(asked)))
-    assert _read(ours) == _read(translation.chat_of_messages(asked, MODEL)[0])
+    assert _read(ours) == _read(conversion.provider_chat_of_messages(asked, MODEL)[0])

@@ -24,6 +24,23 @@ def told(*parts: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": [*parts]}]}
 
 
+CALLED: dict[str, Any] = {
+    "messages": [
+        USER,
+        {
+            "role": "assistant",
+            "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {}}],
+        },
+    ]
+}
+
+
+def shown(*parts: Any) -> dict[str, Any]:
+    """A tool's result with these parts."""
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [*parts]}
+    return {"role": "user", "content": [result]}
+
+
 def item(**fields: Any) -> dict[str, Any]:
     return {"input": [fields]}
 
@@ -46,7 +63,7 @@ def claude_schema(schema: Any) -> dict[str, Any]:
 
 RESPONSES: list[tuple[dict[str, Any], str, str]] = [
     ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens must be an integer"),
-    ({"input": LONG}, "input", "the prompt is 6"),
+    ({"input": LONG}, "input", "the prompt is too long: 6"),
     (item(role="user", content=[{"text": "Hi"}, {}]), "input[0].content[1].text", "a string"),
     (schema(schema={"type": 5}), "text.format", "text.format.schema: type must"),
     (schema(strict="x"), "text.format.strict", "text.format.strict must be true or false"),
@@ -104,9 +121,12 @@ MESSAGES: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     (told(IMAGE), "messages[0].content[0]"),
+    (told(IMAGE), "text only"),
+    (told({"type": "document", "source": IMAGE["source"]}), "messages[0].content[0]"),
+    (CALLED | {"messages": [*CALLED["messages"], shown(IMAGE)]}, "messages[2].content[0]"),
     (told({"type": "x"}), "messages[0].content[0]"),
     ({"messages": [USER, {"role": "assistant", "content": "I am"}]}, "the last message must be"),
-    ({"messages": [{"role": "user", "content": LONG}]}, "the prompt is 6"),
+    ({"messages": [{"role": "user", "content": LONG}]}, "the prompt is too long: 6"),
     ({"system": 3}, "system"),
     ({"temperature": "hot"}, "temperature"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),

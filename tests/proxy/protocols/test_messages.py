@@ -163,3 +163,46 @@ def test_the_model_sees_that_a_tool_failed(gateway: Running, content: Any, told:
     prompts = [gateway.renderer.decode_raw(seen.prompt_ids) for seen in gateway.sampler.requests]
     assert f"<tool_response>\n{told}" in prompts[0]
     assert "Error" not in prompts[1] + prompts[2]
+
+
+def test_what_claude_code_sends_continues_token_for_token(gateway: Running) -> None:
+    """Betas, system blocks, thinking and effort; marks of the cache move from turn to turn."""
+    gateway.sampler.script = lambda *_: f"Look.{CALL}"
+    mark: Any = {"cache_control": {"type": "ephemeral", "ttl": "1h", "scope": "global"}}
+    system: Any = [
+        {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1"},
+        {"type": "text", "text": "You are Claude Code.", **mark},
+    ]
+    asked: Any = {
+        "model": "policy", "max_tokens": 200, "system": system, "tools": [{**TOOLS[0], **mark}],
+        "metadata": {"user_id": "{}"}, "thinking": {"type": "adaptive"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "output_config": {"effort": "high"},
+        "betas": ["claude-code-20250219", "interleaved-thinking-2025-05-14", "effort-2025-11-24"],
+    }  # fmt: skip
+    first: Any = {"role": "user", "content": [{"type": "text", "text": "Hi.", **mark}]}
+    with claude(gateway) as api:
+        said = api.beta.messages.create(**asked, messages=[first])
+        [text, call] = [block.model_dump(exclude_none=True) for block in said.content]
+        result: Any = {"type": "tool_result", "tool_use_id": call["id"], "content": "found"}
+        turns: Any = [
+            {"role": "user", "content": "Hi."},
+            {"role": "assistant", "content": [text, call]},
+            {"role": "user", "content": [{**result, **mark}]},
+        ]
+        again = api.beta.messages.create(**asked, messages=turns)
+        counted = api.beta.messages.count_tokens(
+            **{
+                name: value
+                for name, value in asked.items()
+                if name not in ("max_tokens", "metadata")
+            },
+            messages=turns,
+        )
+    one, two = gateway.calls(gateway.claims[0])
+    known = one.prompt_ids + one.response_ids
+    assert two.prompt_ids[: len(known)] == known
+    assert two.params.get("branched") is None
+    assert counted.input_tokens == again.usage.input_tokens == len(two.prompt_ids)
+    assert one.request is not None
+    assert one.request["system"] == system  # recorded as sent

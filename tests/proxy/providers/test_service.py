@@ -31,7 +31,7 @@ from running_gateway import running
 from scripted_sampler import OPERATOR_KEY, Running
 
 from agentrl_proxy.dependencies import ProviderModel
-from agentrl_proxy.protocols import translation
+from agentrl_proxy.protocols import conversion
 from agentrl_proxy.protocols.chat import MAX_MESSAGES, MAX_TOOLS
 from agentrl_proxy.rendering.renderer import Renderer
 from agentrl_tracer.schemas import CallState, SkipReason
@@ -39,7 +39,7 @@ from agentrl_tracer.schemas import CallState, SkipReason
 
 def test_litellm_is_imported_before_the_gateway_serves(gateway: Running) -> None:
     assert gateway.app.state.gateway.providers._router.done()
-    assert translation.translators.cache_info().currsize == 1
+    assert conversion.translators.cache_info().currsize == 1
 
 
 @pytest.mark.parametrize(

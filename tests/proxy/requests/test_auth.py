@@ -99,6 +99,7 @@ def test_strangers_hear_of_health_only(start: Any) -> None:
         assert HTTP.get(f"{gateway.url}/healthz", headers=headers).json() == {
             "status": "ok", "version": version("agentrl-middleware"),
             "boot_id": gateway.deps.boot_id, "recoveries": 0,
+            "context_length": gateway.deps.context_length,
         }  # fmt: skip
     for headers in (OPERATOR, {"x-api-key": OPERATOR_KEY}):
         health = HTTP.get(f"{gateway.url}/healthz", headers=headers).json()

@@ -66,3 +66,36 @@ def test_in_other_protocols_and_for_adapters(start: Callable[..., Running]) -> N
     assert [call.agent for call in calls] == ["title", "title", "side"]
     assert [call.adapter for call in calls] == ["policy", "policy", None]
     assert counted.input_tokens == len(calls[0].prompt_ids)
+
+
+def test_the_first_call_after_a_compaction_is_a_branch_with_that_reason(
+    start: Callable[..., Running],
+) -> None:
+    """Of each agent that spoke before; one that begins later is a new conversation."""
+    gateway = start(speakers=RULES)
+    first: list[Any] = [{"role": "user", "content": "Fix it."}]
+    after: list[Any] = [{"role": "user", "content": "Fix it. So far: nothing."}]
+    with client(gateway, gateway.claims[0]) as api:
+
+        def ask(messages: list[Any], **more: Any) -> list[Any]:
+            answer = api.chat.completions.create(model="policy", messages=messages, **more)
+            said = answer.choices[0].message.model_dump(exclude_none=True)
+            return [*messages, said, {"role": "user", "content": "Go on."}]
+
+        helper: Any = {"tools": TOOLS, "extra_headers": {"x-parent": "ses_1"}}
+        going_on = ask(ask(first, tools=TOOLS), tools=TOOLS)
+        ask([*going_on[:-1], {"role": "user", "content": "Summarize all."}], tools=TOOLS)
+        ask(after, **helper)
+        edited = [{"role": "user", "content": "Fix it, as I said."}, *going_on[1:]]
+        ask(ask(edited, tools=TOOLS), tools=TOOLS)
+        ask(after, tools=TOOLS)
+    calls = gateway.calls(gateway.claims[0])
+    assert [(call.agent, call.params.get("branched")) for call in calls] == [
+        ("main", "first_call"),
+        ("main", None),
+        ("compaction", None),
+        ("helper", "new_conversation"),
+        ("main", "compacted"),
+        ("main", None),
+        ("main", "new_conversation"),
+    ]

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from agentrl_trainer.models import sources
 from agentrl_trainer.models.loading import load_facts
-from agentrl_trainer.models.sources import ModelError, resolve_model
+from agentrl_trainer.models.sources import ModelError, require_model, resolve_model
 from agentrl_trainer.names import SMOLLM2
 
 
@@ -82,3 +83,52 @@ def test_a_cached_model_needs_no_network(
     chat = [{"role": "user", "content": "Hi"}]
     text = facts.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     assert str(text).endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """A hub that has the model ``team/known`` alone; the paths that it was asked for."""
+    asked: list[str] = []
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            asked.append(self.path)
+            self.send_response(200 if self.path.startswith("/team/known/") else 404)
+            self.send_header("x-error-code", "RepoNotFound")
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            return
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr(
+        "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE",
+        f"http://127.0.0.1:{server.server_port}/{{repo_id}}/resolve/{{revision}}/{{filename}}",
+    )
+    yield asked
+    server.shutdown()
+    server.server_close()
+
+
+def test_the_hub_is_asked_once_for_a_model_that_is_not_here(hub: list[str]) -> None:
+    require_model("agentrl-tiny")
+    require_model(resolve_model("agentrl-tiny"))
+    assert not hub
+    require_model("team/known")
+    with pytest.raises(ModelError, match=r"is no folder.* Did you mean 'smollm2-135m'"):
+        require_model("smollm2-135")
+    with pytest.raises(ModelError, match="Hugging Face has none of this name"):
+        require_model("team/other")
+    names = ("team/known", "smollm2-135", "team/other")
+    assert hub == [f"/{name}/resolve/main/config.json" for name in names]
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = "http://127.0.0.1:9/{repo_id}/{revision}/{filename}"
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+    began = time.monotonic()
+    with pytest.raises(ModelError, match="Hugging Face could not be asked for it"):
+        require_model("team/other")
+    assert time.monotonic() - began < 5

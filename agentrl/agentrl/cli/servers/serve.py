@@ -25,7 +25,7 @@ from agentrl_tracer.store import Store
 def serve_command(*tokens: Tokens) -> None:
     """Serve a model, with or without trained adapters, over the OpenAI API."""
     config = load(ServeConfig, tokens)
-    fetch_model(config.model.name)
+    fetch_model(config)
     listen = config.gateway
     adapters = adapter_folders(config, config.model.adapter_path)
     if said := which_adapter(config.model.adapter_path, adapters):

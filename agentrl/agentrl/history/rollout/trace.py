@@ -173,7 +173,7 @@ def _attempt_node(attempt: Attempt, calls: Sequence[Call], rewards: Sequence[Rew
     earned = f"reward {sum(one.value for one in rewards):+g}" if rewards else ""
     read, sampled = count_tokens(calls)
     details = [
-        (str(attempt.state), f"state {attempt.state}"),
+        (attempt.state.shown, f"state {attempt.state.shown}"),
         (f"{len(calls)} calls, {read:,} + {sampled:,} tokens" if calls else "", "faint"),
         (earned or unpaid, "earned" if earned else "busy"),
         (f"by {attempt.runner}", "faint"),

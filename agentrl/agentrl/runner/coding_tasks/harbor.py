@@ -117,11 +117,12 @@ def _report(result: Json, folder: Path) -> None:
     kind, message = raised.get("exception_type"), raised.get("exception_message")
     note: dict[str, Any] = {"trial": str(folder), "rewards": verified}
     if raised:
-        note["error"] = f"{kind}: {message}"[:_SHOWN]
+        note["error"] = " ".join(f"{kind}: {message}".split())[:_SHOWN]
     emit("harbor", note)
     if raised:
         state = AttemptState.TIMEOUT if kind in _LATE else AttemptState.ERROR
-        state = AttemptState.INFRASTRUCTURE if kind in _INFRASTRUCTURE else state
+        not_up = result.get("environment_setup") and not result.get("agent_setup")
+        state = AttemptState.INFRASTRUCTURE if kind in _INFRASTRUCTURE or not_up else state
         raise AttemptFailed(f"harbor: {note['error']}; see {folder}", state)
     if not verified:
         raise AttemptFailed(f"harbor: the verifier gave no reward; see {folder}")

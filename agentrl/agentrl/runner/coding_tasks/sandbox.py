@@ -56,6 +56,8 @@ class Done:
     code: int
     """Its exit code, negative for a signal."""
     timed_out: bool = False
+    asked: bool = True
+    """Whether it reached the gateway; without a relay that is not known."""
 
 
 def check_bubblewrap() -> None:
@@ -93,14 +95,18 @@ def run(
         output: file that takes what it prints; by default the attempt's log.
     """
     options = {"cpu": _whole(place.cpu_seconds), "memory": _whole(place.memory_mb, 2**20)}
-    env = {**env, "HOME": str(place.home), "TMPDIR": "/tmp"}
+    temporary = "/tmp" if place.sandbox else str(place.home)  # the sandbox has its own
+    env = {**env, "HOME": str(place.home), "TMPDIR": temporary}
     with contextlib.ExitStack() as stack:
-        relayed = place.sandbox and gateway is not None and not network
-        if relayed and gateway is not None:
-            path, port = stack.enter_context(_relay_to(gateway)), urlsplit(gateway).port or 80
+        asked = threading.Event()
+        if place.sandbox and gateway is not None and not network:
+            path = stack.enter_context(_relay_to(gateway, asked))
+            port = urlsplit(gateway).port or 80
             env = {name: _local(value, gateway, port) for name, value in env.items()}
             place = _seeing(place, path.parent)
             options |= {"socket": str(path), "port": port}
+        else:
+            asked.set()
         python = os.path.realpath(sys.executable)
         inside = [python, "-I", str(_RELAY), json.dumps(options), *command]
         if place.sandbox:
@@ -119,7 +125,7 @@ def run(
             process.kill()
             process.wait()
             kill_children()
-        return Done(process.returncode)
+        return Done(process.returncode, asked=asked.is_set())
 
 
 def _whole(value: float | None, unit: int = 1) -> int | None:
@@ -138,12 +144,21 @@ def _local(value: str, gateway: str, port: int) -> str:
 
 
 @contextlib.contextmanager
-def _relay_to(gateway: str) -> Iterator[Path]:
-    """Listen at a Unix socket for the gateway's sake, and refuse what gives rewards."""
+def _relay_to(gateway: str, asked: threading.Event) -> Iterator[Path]:
+    """Listen at a Unix socket for the gateway's sake, and refuse what gives rewards.
+
+    Args:
+        asked: is set by the first connection.
+    """
     parts = urlsplit(gateway)
     if parts.scheme != "http":
         raise ValueError('limits.network: the gateway speaks https; say {"network": true}')
     address = parts.hostname or "", parts.port or 80
+
+    def connect() -> socket.socket:
+        asked.set()
+        return socket.create_connection(address)
+
     with (
         tempfile.TemporaryDirectory(prefix="agentrl-") as folder,
         socket.socket(socket.AF_UNIX) as listener,
@@ -151,7 +166,6 @@ def _relay_to(gateway: str) -> Iterator[Path]:
         path = Path(folder) / "gateway"
         listener.bind(str(path))
         listener.listen(64)
-        connect = lambda: socket.create_connection(address)  # noqa: E731
         threading.Thread(
             target=relay, args=(listener, connect), kwargs={"guard": True}, daemon=True
         ).start()
@@ -191,6 +205,10 @@ def _installed(command: Sequence[str]) -> Iterable[str]:
 
 
 def _prefix(executable: str) -> str:
+    """Return the folder of all that an executable's package needs."""
+    outer, node, _ = executable.partition("/node_modules/")
+    if node:  # npm puts what a package depends on beside it
+        return f"{outer}/node_modules"
     folder = os.path.dirname(executable)
     return os.path.dirname(folder) if os.path.basename(folder) == "bin" else folder
 

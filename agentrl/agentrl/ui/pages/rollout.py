@@ -15,9 +15,9 @@ from fastapi import APIRouter, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, Response
 
-from agentrl.config.algorithm_options import table_of
 from agentrl.config.errors import ConfigError
 from agentrl.config.setting_names import recorded
+from agentrl.config.settings.algorithm import table_of
 from agentrl.history.evaluations import task_data
 from agentrl.history.index import task_index
 from agentrl.history.rollout.conversation import Message, conversation

@@ -58,7 +58,7 @@ def overview(run: OpenRun) -> dict[str, Any]:
     return {
         "run": row,
         "progress": progress_of(run, row["state"]),
-        "why": why_failed(run.folder) if row["state"] == "failed" else None,
+        "why": why_failed(run.folder),
         "every": every,
         "charts": run_charts(run.path, metrics, intervals, phase_spans(run), adapters),
         "books": books(run.path, kept) if kept.proxied or kept.recorded else None,

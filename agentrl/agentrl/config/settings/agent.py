@@ -1,4 +1,4 @@
-"""The settings of the agent that runs: a model for each command's ``[agent]`` table."""
+"""The agent under training, and how the agents (roles) of its requests are known."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from agentrl.config.field_types import Table, from_json
+from agentrl.config.field_types import Pattern, Table, from_json
 
 
 class AgentSettings(Table):
@@ -51,3 +51,22 @@ class TrainAgentSettings(AgentSettings):
 class RunAgentSettings(AgentSettings):
     task: Annotated[dict[str, Any], BeforeValidator(from_json)]
     """The task: a JSON object, passed to the agent unchanged."""
+
+
+class SpeakerSettings(Table):
+    """How the requests of an agent (role) are known. Each pattern is a regular expression that must
+    be found; without any, every request fits."""
+
+    system: Pattern | None = None
+    """In the system prompt."""
+    last: Pattern | None = None
+    """In the last message."""
+    model: Pattern | None = None
+    """In the requested model's name."""
+    headers: dict[str, Pattern] = Field(default_factory=dict[str, str])
+    """In each of these headers."""
+    tools: bool | None = None
+    """Whether the request has tools."""
+
+
+Speakers = Annotated[dict[str, SpeakerSettings], BeforeValidator(from_json)]

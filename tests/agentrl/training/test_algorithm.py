@@ -8,10 +8,10 @@ import pytest
 from pydantic import ValidationError
 from settings import nested
 
-from agentrl.config.algorithm import step_settings, update_settings, value_params
-from agentrl.config.algorithm_options import AlgorithmSettings, RewardLoss
 from agentrl.config.checks import correction_mode
 from agentrl.config.commands import TrainConfig
+from agentrl.config.settings.algorithm import AlgorithmSettings, RewardLoss
+from agentrl.training.algorithm import step_settings, update_settings, value_params
 from agentrl_trainer.learner.loss_options import (
     OPTIONS_OF,
     CorrectionOptions,

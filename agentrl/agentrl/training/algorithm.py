@@ -1,4 +1,4 @@
-"""The algorithm's settings as the trainer takes them."""
+"""Pass the settings of the algorithm to the trainer, as its classes take them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from agentrl_trainer.learner.loss_options import ValueParams, flat_name
 from agentrl_trainer.learner.prepare_batch import Gae, UpdateSettings
 
 if TYPE_CHECKING:
-    from agentrl.config.algorithm_options import DeviationSettings
     from agentrl.config.commands import TrainConfig
+    from agentrl.config.settings.algorithm import DeviationSettings
 
 REFERENCE = "kl-reference"  # the name of the reference adapter inside the learner
 

@@ -1,0 +1,35 @@
+"""The adapter and its optimizer."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from agentrl.config.field_types import Count, NonNegative, Positive, Table, Whole
+
+
+class LearningSettings(Table):
+    """The adapter and its optimizer."""
+
+    learning_rate: Positive | None = None
+    """Adam's; by default chosen by the model's size and alpha."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls over the steps of the run."""
+    warmup_steps: Whole = 0
+    """Steps over which the learning rate rises to its full value."""
+    max_grad_norm: NonNegative = 0.0
+    """Clip gradients to this norm; 0 is off."""
+    rank: Annotated[int, Field(ge=1, le=1024)] = 32
+    """LoRA rank."""
+    alpha: Positive = 32
+    """LoRA alpha: updates are scaled by alpha / rank."""
+    epochs: Count = 1
+    """Optimizer passes over a step's rollouts; above 1 use a clipping loss."""
+    max_length: Annotated[int, Field(ge=2)] | None = None
+    """Longest trajectory in tokens; by default the model's context."""
+    micro_batch_tokens: Annotated[int, Field(ge=64)] | None = None
+    """Tokens whose activations are held: those of a forward pass, and as many of longer shared
+    prefixes as remain; lower saves memory. By default 16384 on CUDA, else 4096."""
+    gradient_checkpointing: bool = False
+    """Recompute layers in the backward pass to save memory."""

@@ -1,0 +1,60 @@
+"""What samples the model: the embedded engine, vLLM or Tinker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from agentrl.config.field_types import Count, HttpUrl, NonNegative, Table, Variable
+from agentrl.config.secrets import check_url
+
+
+class VllmSamplerSettings(Table):
+    """The vLLM server that samples with ``sampler.kind = "vllm"``."""
+
+    python: Path | None = None
+    """Interpreter that has vLLM, best in its own environment; by default this one."""
+    args: str = ""
+    """More arguments for the server that is started, for instance '--gpu-memory-utilization 0.4' to
+    leave the trainer room on a shared GPU."""
+    url: (
+        Annotated[str, Field(pattern="^(https?://|unix:/).+"), AfterValidator(check_url)] | None
+    ) = None
+    """URL of a running vLLM server with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, which
+    sees the run folder under the same path."""
+    wait: NonNegative = 60
+    """Seconds to wait at the start for the server at url."""
+    key_env: Variable | None = None
+    """NAME of the environment variable that holds that server's API key."""
+
+
+class SamplerSettings(Table):
+    """What samples the model, and its defaults."""
+
+    kind: Literal["embedded", "vllm"] = "embedded"
+    """What samples: the embedded engine, or a vLLM server."""
+    weights: Literal["model", "int8"] = "model"
+    """Weights that the embedded sampler computes with: the model's, or on a CPU 8-bit ones, which
+    decode faster. Then its policy differs a little from the trainer's, and by default
+    algorithm.correction.mode is truncate."""
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    """Sampling temperature where the request sets none."""
+    max_tokens: Count = 256
+    """Longest answer in tokens where the request sets no limit."""
+    thinking: bool | None = None
+    """Whether the model thinks before it answers where the request does not say, for models whose
+    chat template has a switch (`enable_thinking`); by default the template decides."""
+    vllm: VllmSamplerSettings = VllmSamplerSettings()
+
+
+class TinkerSettings(Table):
+    """Tinker, or a server that speaks its protocol, of ``run.backend = "tinker"``."""
+
+    base_url: HttpUrl | None = None
+    """URL of a server that speaks Tinker's protocol, such as `agentrl tinker-server`; by default
+    TINKER_BASE_URL, else Tinker itself."""
+    tokenizer: str | None = None
+    """Folder or Hugging Face name of the model's configuration, tokenizer and chat template, where
+    it differs from model.name."""
