@@ -104,7 +104,7 @@ class RowByRowForward:
 
     takes_stems = False
 
-    def new_rows(self, pool: KVPool) -> Rows:
+    def new_rows(self, pool: KVPool, *_stem: object) -> Rows:
         return StateRows(pool)
 
     def __call__(self, parts: Sequence[Part]) -> list[torch.Tensor]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from tokenizers import Tokenizer
@@ -216,8 +217,8 @@ class Branch:
 
     def __post_init__(self) -> None:
         pool, forward = self.lane.pool, self.lane.forward
-        behind = () if self.stem is None else (self.stem.kv, self.first)
-        self.filling, self.rows = (forward.new_rows(pool, *behind) for _ in range(2))
+        stem = None if self.stem is None else cast(KV, self.stem.kv)
+        self.filling, self.rows = (forward.new_rows(pool, stem, self.first) for _ in range(2))
         self.jobs, self.decoding = self.filling.owners, self.rows.owners
 
     def begins(self, tokens: list[int]) -> bool:
