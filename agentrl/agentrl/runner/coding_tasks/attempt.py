@@ -27,7 +27,8 @@ _OF_TESTS = ("PATH", "LANG", "LC_ALL", "TZ")
 def run_attempt(command: Sequence[str], given: Json) -> None:
     """Run the command in a fresh copy of the task's repository, test its work, and reward it.
 
-    The command's exit code is noted and does not count: the tests decide.
+    The command's exit code is noted and does not count, unless it never asked the model: the tests
+    decide.
 
     Args:
         command: the agent's command line, with the task's values filled in.
@@ -35,7 +36,7 @@ def run_attempt(command: Sequence[str], given: Json) -> None:
 
     Raises:
         AttemptFailed: the task cannot be run, the command or the tests did not start, or the
-            command took longer than the task's limit.
+            command failed before it asked the model or took longer than the task's limit.
     """
     parent = os.environ.get("AGENTRL_ATTEMPT_FOLDER") or tempfile.gettempdir()
     Path(parent).mkdir(parents=True, exist_ok=True)
@@ -88,6 +89,9 @@ def _run_agent(task: CodingTask, command: Sequence[str], shown: Json, folder: Pa
         raise AttemptFailed(why, AttemptState.TIMEOUT)
     if done.code in _NOT_STARTED:
         raise AttemptFailed(f"the agent's command did not start: exit code {done.code}")
+    if done.code and not done.asked:
+        why = f"the agent's command ended with exit code {done.code} before it asked the model"
+        raise AttemptFailed(f"{why}; its output says more")
 
 
 def _test(task: CodingTask, folder: Path, *, changed: bool) -> None:

@@ -56,6 +56,8 @@ class Done:
     code: int
     """Its exit code, negative for a signal."""
     timed_out: bool = False
+    asked: bool = True
+    """Whether it reached the gateway; without a relay that is not known."""
 
 
 def check_bubblewrap() -> None:
@@ -96,12 +98,15 @@ def run(
     temporary = "/tmp" if place.sandbox else str(place.home)  # the sandbox has its own
     env = {**env, "HOME": str(place.home), "TMPDIR": temporary}
     with contextlib.ExitStack() as stack:
-        relayed = place.sandbox and gateway is not None and not network
-        if relayed and gateway is not None:
-            path, port = stack.enter_context(_relay_to(gateway)), urlsplit(gateway).port or 80
+        asked = threading.Event()
+        if place.sandbox and gateway is not None and not network:
+            path = stack.enter_context(_relay_to(gateway, asked))
+            port = urlsplit(gateway).port or 80
             env = {name: _local(value, gateway, port) for name, value in env.items()}
             place = _seeing(place, path.parent)
             options |= {"socket": str(path), "port": port}
+        else:
+            asked.set()
         python = os.path.realpath(sys.executable)
         inside = [python, "-I", str(_RELAY), json.dumps(options), *command]
         if place.sandbox:
@@ -120,7 +125,7 @@ def run(
             process.kill()
             process.wait()
             kill_children()
-        return Done(process.returncode)
+        return Done(process.returncode, asked=asked.is_set())
 
 
 def _whole(value: float | None, unit: int = 1) -> int | None:
@@ -139,12 +144,21 @@ def _local(value: str, gateway: str, port: int) -> str:
 
 
 @contextlib.contextmanager
-def _relay_to(gateway: str) -> Iterator[Path]:
-    """Listen at a Unix socket for the gateway's sake, and refuse what gives rewards."""
+def _relay_to(gateway: str, asked: threading.Event) -> Iterator[Path]:
+    """Listen at a Unix socket for the gateway's sake, and refuse what gives rewards.
+
+    Args:
+        asked: is set by the first connection.
+    """
     parts = urlsplit(gateway)
     if parts.scheme != "http":
         raise ValueError('limits.network: the gateway speaks https; say {"network": true}')
     address = parts.hostname or "", parts.port or 80
+
+    def connect() -> socket.socket:
+        asked.set()
+        return socket.create_connection(address)
+
     with (
         tempfile.TemporaryDirectory(prefix="agentrl-") as folder,
         socket.socket(socket.AF_UNIX) as listener,
@@ -152,7 +166,6 @@ def _relay_to(gateway: str) -> Iterator[Path]:
         path = Path(folder) / "gateway"
         listener.bind(str(path))
         listener.listen(64)
-        connect = lambda: socket.create_connection(address)  # noqa: E731
         threading.Thread(
             target=relay, args=(listener, connect), kwargs={"guard": True}, daemon=True
         ).start()

@@ -139,6 +139,16 @@ def test_shipped_tasks_are_what_the_generator_writes(tmp_path: Path) -> None:
 
 
 @needs_bwrap
+def test_a_command_that_fails_before_it_asks_the_model_is_an_error(commands: RunnerHarness) -> None:
+    broken = attempt_of(commands, "exit 3", sandbox=True)
+    assert broken.state is AttemptState.ERROR
+    assert "exit code 3 before it asked the model" in (broken.error or "")
+    assert commands.values(broken) == []
+    asked = attempt_of(commands, "curl -s $AGENTRL_GATEWAY/healthz; exit 3", sandbox=True)
+    assert commands.values(asked) == [0.5]
+
+
+@needs_bwrap
 def test_in_the_sandbox_an_agent_reaches_the_gateway_and_nothing_else(
     commands: RunnerHarness, tmp_path: Path
 ) -> None:
