@@ -27,7 +27,6 @@ def main() -> None:
         def ask(number: int) -> None:
             params = SamplingParams(
                 max_tokens=size, min_tokens=size, ignore_eos=True, logprobs=0, detokenize=False,
-                seed=number,
             )  # fmt: skip
             name = f"{number}.{len(left[number])}"
             engine.add_request(name, {"prompt_token_ids": list(prompts[number])}, params)

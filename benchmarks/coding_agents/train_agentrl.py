@@ -7,9 +7,9 @@ from benchmarks.coding_agents.sides import finish, options_of, timed
 from benchmarks.coding_agents.workload import RANK, Row, rows
 from benchmarks.trainer.measure import PeakMemory
 
-from agentrl_trainer.data.packing import count_tokens
 from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.learner.learner import Learner
+from agentrl_trainer.learner.step_stats import StepStats
 from agentrl_trainer.models.loading import load_base
 
 
@@ -28,14 +28,16 @@ def main() -> None:
     learner.forward_backward(small)
     learner.discard_gradients()
     memory = PeakMemory()
-    found = timed(lambda: learner.forward_backward(batch))
-    tokens = count_tokens(batch, learner._pack(batch))
+    steps: list[StepStats] = []
+    found = timed(lambda: steps.append(learner.forward_backward(batch)))
+    [step] = steps
     finish(
         found
         | {
             "trained_tokens": sum(row.trained for row in batch),
-            "computed_tokens": tokens.fed,
-            "unique_tokens": tokens.unique,
+            "computed_tokens": step.tokens_total - step.tokens_saved + step.tokens_recomputed,
+            "recomputed_tokens": step.tokens_recomputed,
+            "unique_tokens": step.tokens_unique,
             "megabytes_on_top_of_the_model": memory.megabytes(),
         }
     )

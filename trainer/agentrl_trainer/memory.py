@@ -7,7 +7,7 @@ from peft import get_peft_model
 from torch import nn
 
 from agentrl_trainer.inference.adapter_swap import MERGE_BELOW
-from agentrl_trainer.inference.llama_cpu import on_intel
+from agentrl_trainer.inference.linear_products import on_intel
 from agentrl_trainer.learner.logprobs import MAX_LOGITS
 from agentrl_trainer.models.lora import lora_config, model_without_weights
 from agentrl_trainer.models.lora_targets import no_false_warnings, resolve_targets

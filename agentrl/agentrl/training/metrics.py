@@ -39,6 +39,7 @@ _OF_UPDATE = {
     "tokens/total": "tokens_total",
     "tokens/unique": "tokens_unique",
     "tokens/saved_by_sharing": "tokens_saved",
+    "tokens/recomputed": "tokens_recomputed",
     "sampler_trainer/mean_logprob_difference": "mean_logprob_difference",
 }
 _OF_EPOCH = {

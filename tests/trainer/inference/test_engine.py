@@ -25,7 +25,7 @@ from small_models import (
 
 from agentrl_trainer.inference import RequestError, SampleParams, SamplerEngine, SampleRequest
 from agentrl_trainer.inference.adapter_swap import MergedWeights, PeftWeights
-from agentrl_trainer.inference.sequences import Lane, Sequence
+from agentrl_trainer.inference.sequences import Branch, Sequence
 from agentrl_trainer.models.devices import on_own_thread
 from agentrl_trainer.models.loading import load_base
 
@@ -103,6 +103,35 @@ def test_next_turn_reuses_the_conversation(engine, reference) -> None:
     assert reused == length - 6
 
 
+def test_rollouts_share_a_stem(engine_of, base, reference, monkeypatch) -> None:
+    """Rows hold what follows the stem: with copies of it, they would not fit into the budget."""
+    monkeypatch.setattr("agentrl_trainer.inference.sequences._SHORTEST_STEM", 64)
+    engine = engine_of(base, kv_tokens=1400, prefill_chunk=65)
+    stem, used = prompt(3, 130), list[int]()
+    rollouts = [stem + prompt(i, 5) for i in range(8)]
+    for turn in range(3):
+        params = SampleParams(max_tokens=11, seed=turn)
+        asked = [Asked(engine, ids, params) for ids in rollouts]
+        asked[-1].first.wait(30)
+        used.append(engine.stats().kv_tokens)
+        for number, one in enumerate(asked):
+            assert worst_difference(reference, one.prompt, one.one()) < CLOSE
+            rollouts[number] = one.prompt + one.one().ids + prompt(number, 4)
+    settle(engine)
+    stats, [lane] = engine.stats(), engine._scheduler.lanes
+    assert stats.prefill_tokens == 130 + 8 * (5 + 2 * 5)  # an answer's last token and 4 new ones
+    assert stats.preemptions == 0
+    assert max(used) < 1000 < 8 * 130
+    assert [branch.first for branch in lane.branches] == [0, 130]
+    # A group's prompt, of which all but the stem is new, is computed once and held once.
+    group = Asked(engine, stem + prompt(9, 70), SampleParams(max_tokens=9, n=8)).wait()
+    assert all(worst_difference(reference, stem + prompt(9, 70), a) < CLOSE for a in group)
+    engine.drop_prefixes().result(30)
+    Asked(engine, prompt(1, 9), SampleParams(max_tokens=1)).one()
+    settle(engine)
+    assert [branch.first for branch in lane.branches] == [0]
+
+
 def test_seeded_tokens_do_not_depend_on_the_batch(engine) -> None:
     params = SampleParams(max_tokens=30, seed=11, n=2, top_p=0.95, temperature=0.8)
     alone = [a.ids for a in Asked(engine, prompt(5, 20), params).wait()]
@@ -154,15 +183,15 @@ def test_the_youngest_is_preempted_and_still_agrees(
 ) -> None:
     """Not the one in the last row: rows are ordered by length."""
     youngest: list[tuple[int, int, int]] = []
-    leave = Lane.leave
+    leave = Branch.leave
 
-    def spy(lane: Lane, seq: Sequence, *, keep: bool = True) -> None:
+    def spy(branch: Branch, seq: Sequence, *, keep: bool = True) -> None:
         if not keep:
-            seeds = [s.request.params.seed for s in lane.decoding]
+            seeds = [s.request.params.seed for s in branch.decoding]
             youngest.append((seq.request.params.seed, max(seeds), seeds[-1]))
-        leave(lane, seq, keep=keep)
+        leave(branch, seq, keep=keep)
 
-    monkeypatch.setattr(Lane, "leave", spy)
+    monkeypatch.setattr(Branch, "leave", spy)
     engine = engine_of(base, kv_tokens=2500)
     asked = [
         Asked(engine, prompt(i, 33 - i), SampleParams(max_tokens=100 + i, seed=i))
@@ -232,7 +261,7 @@ def test_a_failure_fails_its_requests_only(engine, monkeypatch, what) -> None:
     if first:
         monkeypatch.setattr(engine._scheduler.forward, "_prepare", fail)
     else:
-        monkeypatch.setattr(engine._scheduler.current[None].filling, "reserve", fail)
+        monkeypatch.setattr(engine._scheduler.current[None].branches[0].filling, "reserve", fail)
     answer = (first or Asked(engine, prompt(1, 9), SampleParams(max_tokens=4))).one()
     assert (answer.end.reason, answer.end.error) == ("error", "MemoryError: no room")
     monkeypatch.undo()
@@ -282,9 +311,10 @@ def test_a_dead_thread_is_noticed(base) -> None:
     assert not engine.healthy
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_anything_at_any_time(engine_of, base, tmp_path, seed) -> None:
+@pytest.mark.parametrize(("seed", "shortest"), [(0, 512), (0, 20), (1, 20), (2, 20)])
+def test_anything_at_any_time(engine_of, base, tmp_path, monkeypatch, seed, shortest) -> None:
     """Random arrivals, cancels, swaps, stops and a tight budget: nothing lost, leaked or wrong."""
+    monkeypatch.setattr("agentrl_trainer.inference.sequences._SHORTEST_STEM", shortest)
     rng = random.Random(seed)
     references = {None: copy.deepcopy(base.model)}
     for version in range(1, 5):
@@ -330,7 +360,9 @@ def test_anything_at_any_time(engine_of, base, tmp_path, seed) -> None:
     lanes = engine._scheduler.lanes
     assert sorted(lane.adapter or "" for lane in lanes) == ["", "a", "b"]
     assert not any(lane.sequences for lane in lanes)
-    held = sum(r.rows * r.time for x in lanes for r in (x.rows, x.filling))
+    branches = [branch for lane in lanes for branch in lane.branches]
+    assert len(branches) == len(lanes) or shortest == 20
+    held = sum(r.rows * r.time for x in branches for r in (x.rows, x.filling))
     held += sum(e.cost for x in lanes for e in x.pool.prefixes(x))
     assert engine.stats().kv_tokens == held <= engine.stats().kv_budget
 

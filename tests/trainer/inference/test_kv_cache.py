@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import torch
 
-from agentrl_trainer.inference.kv_cache import KVPool, KVRows, KVShape
+from agentrl_trainer.inference.kv_cache import KVRows, KVShape
+from agentrl_trainer.inference.prefix_cache import KVPool
 
 SHAPE = KVShape(2, 1, 2, 3, torch.float32, torch.device("cpu"))
 

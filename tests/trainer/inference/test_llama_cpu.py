@@ -16,15 +16,9 @@ from hypothesis import strategies as st
 from model_zoo import tiny_model
 from small_models import Asked, as_base, llama, make_adapter, qwen3, worst_difference
 
-from agentrl_trainer.inference import SampleParams, SamplerEngine, llama_cpu
-from agentrl_trainer.inference.llama_cpu import (
-    BLOCK,
-    FusedLinear,
-    Int8Linear,
-    RmsNorm,
-    can_pack,
-    split_blocks,
-)
+from agentrl_trainer.inference import SampleParams, SamplerEngine, linear_products, llama_cpu
+from agentrl_trainer.inference.linear_products import FusedLinear, Int8Linear, can_pack
+from agentrl_trainer.inference.llama_cpu import BLOCK, RmsNorm, split_blocks
 from agentrl_trainer.inference.requests import RequestError
 from agentrl_trainer.models.sources import ModelError
 
@@ -48,9 +42,9 @@ def test_other_models_are_decoded_by_their_own_modules(make, options, why_not: s
 def test_it_works_with_a_torch_without_the_private_operations(engine_of, monkeypatch) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
-    monkeypatch.setattr(llama_cpu, "on_intel", lambda: False)
+    monkeypatch.setattr(linear_products, "on_intel", lambda: False)
     assert can_pack(qwen3())
-    monkeypatch.setattr(llama_cpu, "_onednn", SimpleNamespace())
+    monkeypatch.setattr(linear_products, "_onednn", SimpleNamespace())
     base = as_base(qwen3())
     plain = copy.deepcopy(base.model)
     engine = engine_of(base)
@@ -66,7 +60,9 @@ def test_it_works_with_a_torch_without_the_private_operations(engine_of, monkeyp
 )
 def test_weights_are_packed_when_they_are_used(engine_of, monkeypatch) -> None:
     monkeypatch.setattr(llama_cpu, "can_pack", lambda _: True)
-    monkeypatch.setattr(llama_cpu, "_PACK_FROM_PRODUCTS", 0)  # so that small ones are worth it
+    monkeypatch.setattr(
+        linear_products, "_PACK_FROM_PRODUCTS", 0
+    )  # so that small ones are worth it
     base = as_base(qwen3())
     plain = copy.deepcopy(base.model)
     engine = engine_of(base)
@@ -101,8 +97,8 @@ def test_many_rows_of_mixed_lengths_while_an_adapter_is_swapped(
         return found
 
     def look() -> None:
-        for lane in engine._scheduler.lanes:
-            lengths = [len(s.tokens) for s in lane.decoding]
+        for lane, branch in [(x, b) for x in engine._scheduler.lanes for b in x.branches]:
+            lengths = [len(s.tokens) for s in branch.decoding]
             chunks = [lengths[i : i + BLOCK] for i in range(0, len(lengths), BLOCK)]
             if any(max(a) > min(b) for a, b in itertools.pairwise(chunks)):
                 disordered.append(f"{lane.version}: {chunks}")

@@ -82,6 +82,7 @@ class TokenCounts:
     total: int  # of all rows, each by itself
     unique: int  # of one trie of all rows of an adapter
     fed: int  # through the model: short prefixes again in each micro-batch, padding included
+    recomputed: int = 0  # through the model a second time, for the backward; not in ``fed``
 
     @property
     def saved(self) -> int:
@@ -89,7 +90,10 @@ class TokenCounts:
 
 
 def count_tokens(
-    source: Sequence[TrainingRow], batches: Sequence[MicroBatch] | None = None
+    source: Sequence[TrainingRow],
+    batches: Sequence[MicroBatch] | None = None,
+    *,
+    recomputed: int = 0,
 ) -> TokenCounts:
     """Count the tokens of rows, and of what ``pack`` made of them; None: each row is computed by
     itself."""
@@ -98,7 +102,7 @@ def count_tokens(
     fed = total if batches is None else sum(batch.input_ids.numel() for batch in batches)
     stems = {stem for batch in batches or () if batch.stem for stem in batch.stem.path()}
     fed += sum(len(stem.tokens) for stem in stems)
-    return TokenCounts(total=total, unique=sum(_branch_lengths(rows)), fed=fed)
+    return TokenCounts(total, sum(_branch_lengths(rows)), fed, recomputed)
 
 
 def pack(

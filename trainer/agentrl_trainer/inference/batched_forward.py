@@ -16,7 +16,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import sdpa_mask
 
-from agentrl_trainer.inference.kv_cache import TIME_STEP, KVPool, KVRows, KVShape, Part, Rows
+from agentrl_trainer.inference.kv_cache import TIME_STEP, KVRows, KVShape, Part, Rows
+from agentrl_trainer.inference.prefix_cache import KV, KVPool
 from agentrl_trainer.models.loading import BaseModel
 from agentrl_trainer.models.prefix_attention import trie_attention
 
@@ -34,6 +35,9 @@ class BatchedForward:
         ValueError: some layers cache something else, or keys of several shapes.
     """
 
+    takes_stems = False
+    """Whether rows may begin with a stem that is held once."""
+
     def __init__(self, base: BaseModel, options: dict[str, Any], *, by_rule: bool = False) -> None:
         self._base = base
         self._model = base.model
@@ -46,8 +50,8 @@ class BatchedForward:
         self._adds_mask = not (by_rule or getattr(self._model, "_supports_sdpa", False))
         base.model.set_attn_implementation("eager" if self._adds_mask else ATTENTION)
 
-    def new_rows(self, pool: KVPool) -> Rows:
-        return KVRows(self._shape, pool)
+    def new_rows(self, pool: KVPool, stem: KV | None = None, first: int = 0) -> Rows:
+        return KVRows(self._shape, pool, stem, first)
 
     def __call__(self, parts: Sequence[Part]) -> list[Tensor]:
         """Logits ``[batch, vocab]`` of each part, after the last token of each chunk."""
@@ -64,8 +68,9 @@ class BatchedForward:
         else:
             ids, places = _padded(part.chunks, part.starts)
         token_ids, positions = torch.tensor([ids, places], device=self._base.device)
-        end = max([at[-1] for at in places]) + 1
-        cast(KVRows, part.rows).begin(positions, -(-end // TIME_STEP) * TIME_STEP)
+        first = part.rows.first
+        end = max([at[-1] for at in places]) + 1 - first
+        cast(KVRows, part.rows).begin(positions - first, -(-end // TIME_STEP) * TIME_STEP)
         return token_ids, positions
 
     def _logits(self, rows: Rows, ids: Tensor, positions: Tensor) -> Tensor:

@@ -29,8 +29,9 @@ from agentrl_trainer.inference.adapter_swap import (
 )
 from agentrl_trainer.inference.forward import Scorer, choose_forward, vocabulary
 from agentrl_trainer.inference.grammar import Grammars
-from agentrl_trainer.inference.kv_cache import KVPool, default_budget
+from agentrl_trainer.inference.kv_cache import default_budget
 from agentrl_trainer.inference.llama_cpu import LlamaCpuForward
+from agentrl_trainer.inference.prefix_cache import KVPool
 from agentrl_trainer.inference.requests import (
     RequestError,
     SampleRequest,
@@ -71,7 +72,7 @@ class SamplerEngine:
     ) -> None:
         """The engine owns ``base.model`` from here on: no other code may run or change it.
 
-        ``int8``: sample with 8-bit weights; see ``llama_cpu.Int8Linear``.
+        ``int8``: sample with 8-bit weights; see ``linear_products.Int8Linear``.
 
         ``kv_tokens``: budget of key/value storage in tokens; default a share of free memory.
         ``prefill_chunk``: most prompt tokens between two decode steps, padding included.

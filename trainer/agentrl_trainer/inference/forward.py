@@ -18,8 +18,9 @@ from transformers import PreTrainedConfig
 from agentrl_trainer.data.packing import pack
 from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.inference.batched_forward import BatchedForward
-from agentrl_trainer.inference.kv_cache import KVPool, Part
+from agentrl_trainer.inference.kv_cache import Part
 from agentrl_trainer.inference.llama_cpu import LlamaCpuForward
+from agentrl_trainer.inference.prefix_cache import KVPool
 from agentrl_trainer.inference.recurrent_cache import Past, RowByRowForward
 from agentrl_trainer.inference.requests import Scored
 from agentrl_trainer.learner.logprobs import TokenLogprobs, scatter

@@ -1,4 +1,4 @@
-"""Key/value storage: rows of running sequences, and one pool that they and cached prefixes share.
+"""Key/value storage of running sequences: rows, charged to the pool that cached prefixes share.
 
 Knows tensors and transformers' ``Cache`` interface, not requests, sampling or LoRA.
 
@@ -10,22 +10,19 @@ copies nothing: on a CPU, gathering scattered rows costs as much as the attentio
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import mmap
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from agentrl_trainer.inference.prefix_cache import KV, KVPool, Stored
 from agentrl_trainer.models.devices import free_memory
 from agentrl_trainer.models.loading import BaseModel
-from agentrl_trainer.models.prefix_attention import longer_prefix
-
-log = logging.getLogger(__name__)
 
 MIN_ROWS = 4
 MIN_TIME = 64
@@ -33,9 +30,6 @@ TIME_STEP = 16
 """GPU attention kernels want the view's length rounded to this."""
 KEEP_EMPTY = 4096
 """An empty rectangle of up to this many tokens is kept for the next sequence."""
-MIN_PREFIX = 8
-"""Sharing fewer tokens than this is not worth a copy."""
-MOST_PREFIXES = 1024
 _SPARE = 0.5
 """Share of the pool up to which rectangles grow by doubling."""
 _CPU_SHARE, _CUDA_SHARE = 0.25, 0.6
@@ -68,137 +62,12 @@ def default_budget(base: BaseModel, bytes_per_token: int) -> int:
     return max(int(most // bytes_per_token), base.context_length)
 
 
-class Stored(Protocol):
-    """What the model computed for a run of tokens."""
-
-    overhead: ClassVar[int] = 0
-    """Tokens that it is charged in the pool besides its own."""
-
-    def copied(self) -> Stored: ...
-
-
-@dataclass(slots=True)
-class KV(Stored):
-    """Keys and values of a run of tokens: two tensors ``[layers, heads, tokens, dim]``."""
-
-    keys: Tensor
-    values: Tensor
-    start: int = 0
-    """The place of the tensors' first token in the run."""
-    before: KV | None = None
-    """What holds the tokens before ``start``; it may hold more."""
-
-    def copied(self) -> KV:
-        return self.copied_after(None, 0)
-
-    def copied_after(self, before: KV | None, start: int) -> KV:
-        """Copy a run, but for its first ``start`` tokens, which ``before`` holds."""
-        keys, values = self.keys[:, :, start:].clone(), self.values[:, :, start:].clone()
-        return KV(keys, values, start, before)
-
-
-@dataclass(slots=True, eq=False)
-class Prefix:
-    """What was computed for the tokens of a finished sequence."""
-
-    owner: object
-    """The adapter version that computed it; no other version may use it."""
-    tokens: list[int]
-    kv: Stored
-    parent: Prefix | None = None
-    """Holds the first ``shared`` tokens."""
-    shared: int = 0
-
-    @property
-    def held(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def cost(self) -> int:
-        return self.held - self.shared + self.kv.overhead
-
-
-class KVPool:
-    """Counts allocated key/value tokens, and keeps prefixes of finished sequences.
-
-    Prefixes give way when tokens run out, least recently used first. They form trees: what a
-    sequence shares with another one, as siblings their prompt, is kept once. A parent counts as
-    used after its children, so it goes after them.
-    """
-
-    def __init__(self, tokens: int) -> None:
-        self.limit = tokens
-        self.used = 0
-        self._entries: dict[Prefix, None] = {}
-
-    def fits(self, tokens: int) -> bool:
-        """Whether ``tokens`` more fit, after evicting as many prefixes as necessary."""
-        while self.used + tokens > self.limit:
-            if not self._entries:
-                return False
-            self._drop(next(iter(self._entries)))
-        return True
-
-    def prefixes(self, owner: object) -> list[Prefix]:
-        return [e for e in self._entries if e.owner is owner]
-
-    def keep(self, owner: object, tokens: list[int], kv: Stored) -> None:
-        """Copy what was computed for ``tokens``, unless they are few or stored already."""
-        parent, shared = self._longest_prefix(owner, tokens)
-        if len(tokens) < MIN_PREFIX or shared == len(tokens):
-            return
-        before = parent and parent.kv
-        if parent is not None and shared == parent.held and not isinstance(before, KV):
-            self._drop(parent)  # of a conversation's turns, the last holds the others
-        try:
-            if isinstance(kv, KV) and isinstance(before, KV) and shared >= MIN_PREFIX:
-                kv = kv.copied_after(before, shared)
-            else:
-                kv, parent, shared = kv.copied(), None, 0
-        except (RuntimeError, MemoryError):  # a prefix is optional
-            log.warning("no memory to keep a prefix of %d tokens", len(tokens))
-            return
-        if parent is not None:
-            self.touch(parent)
-        while len(self._entries) >= MOST_PREFIXES:
-            self._drop(next(iter(self._entries)))
-        entry = Prefix(owner, tokens, kv, parent, shared)
-        if self.fits(entry.cost) and (parent is None or parent in self._entries):
-            self.used += entry.cost
-            self.touch(entry)
-
-    def _longest_prefix(self, owner: object, tokens: list[int]) -> tuple[Prefix | None, int]:
-        found, shared = None, 0
-        for entry in self.prefixes(owner):
-            if longer := longer_prefix(entry.tokens, tokens, shared):
-                found, shared = entry, longer
-        while found is not None and found.shared >= shared:
-            found = found.parent  # which holds all of them
-        return found, shared
-
-    def touch(self, entry: Prefix) -> None:
-        """Mark an entry as the most recently used one, but for those that it depends on."""
-        last: Prefix | None = entry
-        while last is not None:
-            self._entries.pop(last, None)
-            self._entries[last] = None
-            last = last.parent
-
-    def drop_owner(self, owner: object) -> None:
-        for entry in self.prefixes(owner):
-            self._drop(entry)
-
-    def drop_all(self) -> None:
-        while self._entries:
-            self._drop(next(iter(self._entries)))
-
-    def _drop(self, entry: Prefix) -> None:
-        del self._entries[entry]
-        self.used -= entry.cost
-
-
 class Rows(ABC):
-    """A rectangle of ``rows`` by ``time`` tokens, charged to the pool."""
+    """A rectangle of ``rows`` by ``time`` tokens, charged to the pool.
+
+    Lengths are of whole sequences. Those of all rows may begin with a *stem*, the same tokens,
+    whose keys and values are somewhere else; the rectangle holds what follows them.
+    """
 
     parts = True
     """Whether another row may copy a prefix of what a row holds, rather than all of it."""
@@ -207,6 +76,8 @@ class Rows(ABC):
         self.rows = self.time = 0
         self.owners: list[Any] = []
         """Of the rows in use, which come first; an owner's ``held`` tokens are in its row."""
+        self.first = 0
+        """Tokens of the stem."""
         self._pool = pool
 
     @abstractmethod
@@ -232,6 +103,7 @@ class Rows(ABC):
         prefixes would have to go for the rest. ``force`` exceeds the limit, so that a lone sequence
         can go on.
         """
+        time -= self.first
         if rows <= self.rows and time <= self.time:
             return True
         time = -(-time // TIME_STEP) * TIME_STEP
@@ -288,8 +160,12 @@ class Part(NamedTuple):
 class KVRows(Rows, Cache):
     """Keys and values as transformers' ``Cache``: the model writes into the rows and reads them."""
 
-    def __init__(self, shape: KVShape, pool: KVPool) -> None:
+    def __init__(
+        self, shape: KVShape, pool: KVPool, stem: KV | None = None, first: int = 0
+    ) -> None:
+        """``stem`` holds the first tokens of all rows in one piece, and may hold more."""
         Rows.__init__(self, pool)
+        self.stem, self.first = stem, first
         Cache.__init__(self, layers=[])
         self.shape = shape
         self._keys, self._values = self._empty(0, 0)
@@ -322,7 +198,7 @@ class KVRows(Rows, Cache):
         return -1
 
     def begin(self, positions: Tensor, view: int) -> None:
-        """Prepare a forward of new tokens at ``positions`` ``[batch, new]`` of the first rows."""
+        """Prepare a forward of new tokens at ``positions`` ``[batch, new]`` behind the stem."""
         rows = torch.arange(len(positions), device=positions.device)[:, None, None]
         heads = torch.arange(self.shape.heads, device=positions.device)
         places = (rows * self.shape.heads + heads) * self._keys.shape[3] + positions[..., None]
@@ -339,17 +215,11 @@ class KVRows(Rows, Cache):
 
     def load(self, row: int, source: Stored, length: int) -> None:
         assert isinstance(source, KV)
-        part: KV | None = source
-        while part is not None:
-            if (start := part.start) < length:
-                own = slice(length - start)
-                self._keys[:, row, :, start:length] = part.keys[:, :, own]
-                self._values[:, row, :, start:length] = part.values[:, :, own]
-                length = start
-            part = part.before
+        source.copy_to(self._keys[:, row], self._values[:, row], self.first, length)
 
     def peek(self, row: int, length: int) -> KV:
-        return KV(self._keys[:, row, :, :length], self._values[:, row, :, :length])
+        own = slice(max(length - self.first, 0))
+        return KV(self._keys[:, row, :, own], self._values[:, row, :, own], self.first, self.stem)
 
     def scrub(self, row: int) -> None:
         # Attention multiplies masked slots by 0, and 0 * NaN is NaN.
@@ -370,7 +240,7 @@ class KVRows(Rows, Cache):
                 rows, time = more_rows, more_time
         self._keys, self._values = self._empty(rows, time)
         for row, owner in enumerate(self.owners):  # what is not held must not take memory
-            held = slice(owner.held)
+            held = slice(owner.held - self.first)
             self._keys[:, row, :, held] = keys[:, row, :, held]
             self._values[:, row, :, held] = values[:, row, :, held]
 

@@ -13,11 +13,9 @@ Shapes: B rows, T new tokens, H query and G key heads, D head size.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -27,6 +25,8 @@ from transformers import PreTrainedModel
 
 from agentrl_trainer.inference.batched_forward import BatchedForward
 from agentrl_trainer.inference.kv_cache import KVRows, Part
+from agentrl_trainer.inference.linear_products import FusedLinear, Int8Linear, can_pack
+from agentrl_trainer.models import stem_attention
 from agentrl_trainer.models.loading import BaseModel
 
 BLOCK = 16
@@ -42,135 +42,6 @@ _PARTS = {
 _HEAD_NORMS = {"self_attn.q_norm", "self_attn.k_norm"}
 _STEP = 256
 """Rotary angles are computed for this many more positions at a time."""
-_PACK_FROM_ROWS, _PACK_FROM_PRODUCTS = 3, 1_500_000
-"""With fewer rows, or multiplications, the plain product is quicker: oneDNN takes 10 µs to start,
-MKL 2, and few rows are bound by reading the weights."""
-_onednn = torch.ops.mkldnn
-_DIGIT = 127
-_SECOND = 2 * _DIGIT
-"""What a first digit's step is divided by: its rounding error is at most half of it."""
-
-
-class FusedLinear:
-    """``x [rows, in] -> x Wᵀ + bias`` of one or more linear layers that read the same ``x``.
-
-    MKL is quickest with the weights as [in, out]. On processors that are not Intel's it does not
-    use AVX-512. There oneDNN takes half the time for many rows; it wants the weights in an order of
-    its own (``packed``), so they are held twice from their first use on.
-    """
-
-    def __init__(self, weights: Sequence[Tensor], bias: Tensor | None, *, packed: bool) -> None:
-        self._transposed = torch.cat([w.t() for w in weights], 1).contiguous()
-        self.parts = [part.t() for part in self._transposed.split([len(w) for w in weights], 1)]
-        """The layers' weights [out, in], as views of the one tensor that is used here."""
-        self.bias = bias
-        least = max(_PACK_FROM_ROWS, _PACK_FROM_PRODUCTS // self._transposed.numel())
-        self._packed_from = least if packed else math.inf
-
-    @functools.cached_property
-    def packed(self) -> Tensor:
-        return _onednn._reorder_linear_weight(self._transposed.t().contiguous())
-
-    def pack(self) -> None:
-        """Make ``packed`` now, rather than at its first use, if it may be used."""
-        if self._packed_from < math.inf:
-            _ = self.packed
-
-    def unpack(self) -> None:
-        """Free ``packed`` until it is used again."""
-        self.__dict__.pop("packed", None)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if len(x) >= self._packed_from:
-            return _onednn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-        if self.bias is None:
-            return torch.mm(x, self._transposed)
-        return torch.addmm(self.bias, x, self._transposed)
-
-    def plus(self, x: Tensor, more: Tensor) -> Tensor:
-        """Return ``self(x) + more`` by the cheaper of two orders of summation."""
-        if len(x) >= self._packed_from:
-            return _onednn._linear_pointwise.binary(x, more, self.packed, self.bias, "add")
-        if self.bias is not None:
-            more = more + self.bias
-        return torch.addmm(more, x, self._transposed)
-
-
-@dataclass(frozen=True, eq=False)
-class Int8Linear:
-    """The same with 8-bit weights, for processors that multiply 8-bit integers (AVX-512 VNNI, AMX).
-
-    Weights are integers with one scale for each output. Inputs keep 15 bits: two 8-bit digits for
-    each number, with one scale for each row, so a row's result does not depend on other rows. An
-    adapter is applied beside the product in float32, because rounding merged weights would lose it.
-    Decoding few rows is bound by reading the weights, which are a quarter of float32's.
-    """
-
-    transposed: Tensor  # [in, out] int8
-    scales: Tensor  # [out] float32
-    sizes: tuple[int, ...]  # outputs of each layer
-    bias: Tensor | None
-    adapters: tuple[tuple[slice, Tensor, Tensor], ...] = ()
-    """For each adapted layer: its outputs, Aᵀ [in, rank] and Bᵀ [rank, out], scaled."""
-
-    @classmethod
-    def of(cls, weights: Sequence[Tensor], bias: Tensor | None) -> Int8Linear:
-        whole = weights[0] if len(weights) == 1 else torch.cat(list(weights))
-        scales = whole.abs().amax(1).clamp_(min=torch.finfo(torch.float32).tiny).div_(_DIGIT)
-        rounded = (whole / scales[:, None]).round_().to(torch.int8)
-        return cls(rounded.t(), scales, tuple(len(w) for w in weights), bias)
-
-    def adapted(self, loras: Sequence[tuple[Tensor, Tensor, float] | None]) -> Int8Linear:
-        """Return the same weights with LoRAs beside them: A [rank, in], B [out, rank], scale."""
-        found: list[tuple[slice, Tensor, Tensor]] = []
-        start = 0
-        for size, lora in zip(self.sizes, loras, strict=True):
-            if lora is not None:
-                a, b, scale = lora
-                part = slice(start, start + size)
-                found.append((part, a.float().t().contiguous(), b.float().t() * scale))
-            start += size
-        return replace(self, adapters=tuple(found))
-
-    def __call__(self, x: Tensor) -> Tensor:
-        scales = x.abs().amax(1, keepdim=True).clamp_(min=torch.finfo(x.dtype).tiny).div_(_DIGIT)
-        first = (rest := x / scales).round()
-        digits = torch.cat([first, rest.sub_(first).mul_(_SECOND)]).round_().to(torch.int8)
-        high, low = torch.ops.aten._int_mm(digits, self.transposed).split(len(x))
-        y = low.mul(1 / _SECOND).add_(high).mul_(scales).mul_(self.scales)
-        if self.bias is not None:
-            y += self.bias
-        for part, a, b in self.adapters:
-            y[:, part].addmm_(x @ a, b)
-        return y
-
-    def plus(self, x: Tensor, more: Tensor) -> Tensor:
-        """Return ``self(x) + more``."""
-        return self(x).add_(more)
-
-
-def can_pack(model: PreTrainedModel) -> bool:
-    """Whether oneDNN's products are used too; without AVX-512, and on Intel's processors, they are
-    no faster.
-
-    Its operations are private to torch and may disappear; the decoder works without them.
-    """
-    return (
-        model.device.type == "cpu"
-        and not on_intel()
-        and torch.backends.mkldnn.is_available()
-        and hasattr(_onednn, "_reorder_linear_weight")
-        and hasattr(_onednn, "_linear_pointwise")
-        and torch.backends.cpu.get_cpu_capability() == "AVX512"
-    )
-
-
-@functools.cache
-def on_intel() -> bool:
-    try:
-        return "GenuineIntel" in Path("/proc/cpuinfo").read_text()
-    except OSError:  # macOS
-        return False
 
 
 class RmsNorm:
@@ -210,6 +81,7 @@ class LlamaCpuForward(BatchedForward):
     def __init__(self, base: BaseModel, options: dict[str, Any]) -> None:
         super().__init__(base, options)
         self._adds_mask = True
+        self.takes_stems = stem_attention.available and base.device.type == "cpu"
         decoder = cast(Any, base.model.get_decoder())
         require_known_parts(base.model, decoder)
         first = decoder.layers[0].self_attn
@@ -295,12 +167,15 @@ class LlamaCpuForward(BatchedForward):
         for part in parts:
             ids, positions = self._prepare(part)
             rows, (batch, new) = cast(KVRows, part.rows), ids.shape
-            blocks = split_blocks(part.starts, rows.view) if new == 1 else []
-            works.append(_Work(rows, batch, new, self._mask(positions, rows.view), blocks))
+            own, starts = positions - rows.first, [at - rows.first for at in part.starts]
+            blocks = split_blocks(starts, rows.view) if new == 1 else []
+            works.append(_Work(rows, batch, new, self._mask(own, rows.view), blocks))
             tokens.append(ids.flatten())
             places.append(positions.flatten())
         sizes = [work.batch * work.new for work in works]
-        cos, sin = self._rotation(_joined(places), max(work.rows.view for work in works))
+        cos, sin = self._rotation(
+            _joined(places), max(work.rows.first + work.rows.view for work in works)
+        )
         hidden = F.embedding(_joined(tokens), self._embedding)
         for index, (before_attention, of_heads, before_mlp) in enumerate(self._norms):
             qkv, out, gate_up, down = self.products[4 * index : 4 * index + 4]
@@ -325,22 +200,41 @@ class LlamaCpuForward(BatchedForward):
         q, k = qk[:, : self._queries], qk[:, self._queries :]
         shape = work.batch, work.new
         keys, values = work.rows.write(layer, k.unflatten(0, shape), v.unflatten(0, shape))
-        mask = work.mask
+        mask, stem = work.mask, work.rows.stem
+        masses: list[Tensor] = []
         if work.blocks:
-            return _joined(
-                [
-                    self._attend_one(q[a:b], keys[a:b, :, :view], values[a:b, :, :view], mask[a:b])
-                    for a, b, view in work.blocks
-                ]
-            )
-        q = q.view(*shape, self._queries, self._dim).transpose(1, 2)
-        out = F.scaled_dot_product_attention(
-            q, keys, values, mask, scale=self._scaling, enable_gqa=True
-        )
-        return out.transpose(1, 2).flatten(0, 1).flatten(1)
+            outs = [
+                self._attend_one(
+                    q[a:b], keys[a:b, :, :view], values[a:b, :, :view], mask[a:b],
+                    None if stem is None else masses,
+                )
+                for a, b, view in work.blocks
+            ]  # fmt: skip
+            out = _joined(outs)
+        else:
+            many = q.view(*shape, self._queries, self._dim).transpose(1, 2)
+            if stem is None:
+                out = F.scaled_dot_product_attention(
+                    many, keys, values, mask, scale=self._scaling, enable_gqa=True
+                )
+            else:
+                out, mass = stem_attention.flash(
+                    many, keys, values, attn_mask=mask, scale=self._scaling
+                )
+                masses.append(mass.transpose(1, 2).flatten(0, 1))
+            out = out.transpose(1, 2).flatten(0, 1).flatten(1)
+        if stem is None:
+            return out
+        before = (x[layer : layer + 1, :, : work.rows.first] for x in (stem.keys, stem.values))
+        found = stem_attention.flash(q.transpose(0, 1)[None], *before, scale=self._scaling)
+        seen, mass = (x[0].transpose(0, 1) for x in found)  # [B * T, H, D] and [B * T, H]
+        share = torch.sigmoid(mass - _joined(masses))[..., None]
+        return out.view_as(seen).lerp(seen, share).flatten(1)
 
-    def _attend_one(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-        """The same for one new token per row.
+    def _attend_one(
+        self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, masses: list[Tensor] | None
+    ) -> Tensor:
+        """The same for one new token per row; ``masses`` gets the logarithms of the weights' sums.
 
         The heads of a group stand in for query positions, so nothing is repeated. SDPA's CPU kernel
         takes a third longer for so few of them.
@@ -349,6 +243,8 @@ class LlamaCpuForward(BatchedForward):
         q = q.reshape(batch * groups, -1, self._dim)
         mask = mask[..., :view].expand(batch, groups, 1, view).flatten(0, 1)
         scores = torch.baddbmm(mask, q, keys.flatten(0, 1).transpose(1, 2), alpha=self._scaling)
+        if masses is not None:
+            masses.append(scores.logsumexp(-1).view(batch, -1))
         return torch.bmm(scores.softmax(-1), values.flatten(0, 1)).view(batch, -1)
 
     def _rotation(self, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:

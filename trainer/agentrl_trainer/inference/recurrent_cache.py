@@ -19,7 +19,8 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from agentrl_trainer.inference.kv_cache import KVPool, Part, Rows, Stored
+from agentrl_trainer.inference.kv_cache import Part, Rows
+from agentrl_trainer.inference.prefix_cache import KVPool, Stored
 from agentrl_trainer.models.loading import BaseModel
 
 _CACHES = ("past_key_values", "cache_params", "state", "mems")
@@ -101,7 +102,9 @@ class RowByRowForward:
         self._options = options
         self.past = past
 
-    def new_rows(self, pool: KVPool) -> Rows:
+    takes_stems = False
+
+    def new_rows(self, pool: KVPool, *_stem: object) -> Rows:
         return StateRows(pool)
 
     def __call__(self, parts: Sequence[Part]) -> list[torch.Tensor]:

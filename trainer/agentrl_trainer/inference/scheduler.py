@@ -22,7 +22,8 @@ import torch
 from agentrl_trainer.inference.adapter_swap import AdapterWeights, PreparedAdapter
 from agentrl_trainer.inference.forward import Forward, Scorer
 from agentrl_trainer.inference.grammar import Grammars
-from agentrl_trainer.inference.kv_cache import KVPool, Part
+from agentrl_trainer.inference.kv_cache import Part
+from agentrl_trainer.inference.prefix_cache import KVPool
 from agentrl_trainer.inference.requests import (
     Event,
     Finished,
@@ -33,7 +34,7 @@ from agentrl_trainer.inference.requests import (
     Token,
 )
 from agentrl_trainer.inference.sampling import Picked, Steering, pick
-from agentrl_trainer.inference.sequences import Lane, Prefill, Sequence, chunk_size
+from agentrl_trainer.inference.sequences import Branch, Lane, Prefill, Sequence, chunk_size
 
 log = logging.getLogger(__name__)
 
@@ -92,11 +93,14 @@ class Scheduler:
         if not self.waiting:
             for lane in self.lanes:
                 lane.most = lane.most if lane.resident else None
+        for lane in self.lanes:
+            lane.forget_branches()
         for lane in [x for x in self.lanes if not x.current]:
             if lane.resident or any(s.lane is lane for s in self.waiting):
                 continue
             self.lanes.remove(lane)
             lane.clear()
+            self.pool.drop_owner(lane)  # the stems that its last sequences had
             if lane.weights is not None:
                 self.weights.drop(lane.weights)
 
@@ -139,16 +143,16 @@ class Scheduler:
         for seq in [s for s in self.waiting if s.cancelled]:
             self.waiting.remove(seq)
             self.finish(seq, "cancelled")
-        for lane in self.lanes:
-            for seq in [s for s in lane.decoding if s.cancelled]:
-                lane.leave(seq)
+        for branch in [b for lane in self.lanes for b in lane.branches]:
+            for seq in [s for s in branch.decoding if s.cancelled]:
+                branch.leave(seq)
                 self.finish(seq, "cancelled")
-            for job in list(lane.jobs):
+            for job in list(branch.jobs):
                 for seq in [s for s in job.sequences if s.cancelled]:
                     job.sequences.remove(seq)
                     self.finish(seq, "cancelled")
                 if not job.sequences:
-                    lane.drop_job(job)
+                    branch.drop_job(job)
 
     def _admit(self) -> None:
         """Admit in order of arrival; a sequence that waits for a sibling's prefill is passed."""
@@ -165,27 +169,26 @@ class Scheduler:
             if lane.most is not None and lane.resident >= lane.most:
                 passed.append(seq)
                 continue
-            sibling = next((job for job in lane.jobs if job.tokens == seq.tokens), None)
-            if running and not lane.room_for(seq.tokens, joins=sibling is not None):
-                self.waiting.appendleft(seq)
-                break
-            if sibling is not None:
-                sibling.sequences.append(seq)
-                reused = len(seq.tokens)
-            else:
-                try:
-                    reused, source = lane.find_source(seq.tokens)
+            siblings = ((b, j) for b in lane.branches for j in b.jobs if j.tokens == seq.tokens)
+            branch, sibling = next(siblings, (None, None))
+            reused, source = len(seq.tokens), None
+            try:
+                if branch is None:
+                    reused, source, shared = lane.find_source(seq.tokens)
                     if lane.worth_waiting(seq.tokens, reused):
                         passed.append(seq)
                         continue
-                    started = lane.start_prefill(seq, reused, source, force=not running)
-                except Exception as error:  # out of memory, most likely
-                    log.exception("a prompt of %d tokens was not admitted", len(seq.tokens))
-                    self._end_by(seq, error)
-                    continue
-                if not started:
+                    branch = lane.branch_of(seq.tokens, source, reused if shared else 0)
+                room = not running or branch.room_for(seq.tokens, joins=sibling is not None)
+                if sibling is not None and room:
+                    sibling.sequences.append(seq)
+                elif not room or not branch.start_prefill(seq, reused, source, force=not running):
                     self.waiting.appendleft(seq)
                     break
+            except Exception as error:  # out of memory, most likely
+                log.exception("a prompt of %d tokens was not admitted", len(seq.tokens))
+                self._end_by(seq, error)
+                continue
             self.count.reused_tokens += reused
             if seq.lane is None:
                 seq.lane = lane
@@ -196,45 +199,46 @@ class Scheduler:
     def _step(self, lane: Lane) -> None:
         """Compute a token for each decoding sequence, and up to ``prefill_chunk`` tokens of the
         lane's jobs, padding included. It is one forward, so that the weights are read once."""
-        parts: list[Part] = []
-        if sequences := self._room_to_decode(lane):
-            starts = [len(s.tokens) - 1 for s in sequences]
-            parts.append(Part(lane.rows, [s.tokens[-1:] for s in sequences], starts))
-        jobs, size = lane.jobs[: self.prefill_chunk], 0
-        if jobs:
-            size = chunk_size([len(j.tokens) - j.held for j in jobs], self.prefill_chunk)
+        decoding = [(b, own) for b in lane.branches if (own := self._room_to_decode(b))]
+        parts = [
+            Part(branch.rows, [s.tokens[-1:] for s in own], [len(s.tokens) - 1 for s in own])
+            for branch, own in decoding
+        ]
+        filling = [(b, b.jobs[: self.prefill_chunk]) for b in lane.branches if b.jobs]
+        left = [len(j.tokens) - j.held for _, jobs in filling for j in jobs]
+        size = chunk_size(left, self.prefill_chunk) if left else 0
+        for branch, jobs in filling:
             chunks = [j.tokens[j.held : j.held + size] for j in jobs]
-            parts.append(Part(lane.filling, chunks, [j.held for j in jobs]))
+            parts.append(Part(branch.filling, chunks, [j.held for j in jobs]))
         if not parts:
             return
         self.weights.activate(lane.weights)
-        logits = self.forward(parts)
-        if sequences:
-            self._decoded(lane, sequences, logits[0])
-        if jobs:
-            self._prefilled(lane, jobs, size, logits[-1])
+        logits = iter(self.forward(parts))
+        self.count.decode_steps += bool(decoding)
+        self.count.prefill_steps += bool(filling)
+        for branch, own in decoding:
+            self._sample(own, next(logits))
+            for seq in own:
+                if seq.ended is not None:
+                    branch.leave(seq)
+        for branch, jobs in filling:
+            self._prefilled(branch, jobs, size, next(logits))
 
-    def _room_to_decode(self, lane: Lane) -> list[Sequence]:
+    def _room_to_decode(self, branch: Branch) -> list[Sequence]:
         """Return the sequences that the pool has room for, for one more token each."""
-        while lane.decoding:
-            longest = max(len(s.tokens) for s in lane.decoding)
-            if lane.rows.reserve(len(lane.decoding), longest, force=self.running <= 1):
+        while branch.decoding:
+            longest = max(len(s.tokens) for s in branch.decoding)
+            if branch.rows.reserve(len(branch.decoding), longest, force=self.running <= 1):
                 break
             # The youngest returns to the queue; its tokens stay, its keys are computed again.
-            seq = max(lane.decoding, key=lambda s: s.admitted)
-            lane.leave(seq, keep=False)
+            seq = max(branch.decoding, key=lambda s: s.admitted)
+            branch.leave(seq, keep=False)
             self._requeue([seq])
-        return list(lane.decoding)
+        return list(branch.decoding)
 
-    def _decoded(self, lane: Lane, sequences: list[Sequence], logits: torch.Tensor) -> None:
-        self.count.decode_steps += 1
-        self._sample(sequences, logits)
-        for seq in sequences:
-            if seq.ended is not None:
-                lane.leave(seq)
-
-    def _prefilled(self, lane: Lane, jobs: list[Prefill], size: int, logits: torch.Tensor) -> None:
-        self.count.prefill_steps += 1
+    def _prefilled(
+        self, branch: Branch, jobs: list[Prefill], size: int, logits: torch.Tensor
+    ) -> None:
         for job in jobs:
             new = min(size, len(job.tokens) - job.held)
             job.held += new
@@ -248,7 +252,7 @@ class Scheduler:
         for _, job in complete:
             # Nothing else may hold keys and values that could be given up: then exceed the pool.
             alone = self.running <= len(job.sequences)
-            self._requeue(lane.finish_prefill(job, force=alone))
+            self._requeue(branch.finish_prefill(job, force=alone))
 
     def _requeue(self, sequences: list[Sequence]) -> None:
         self.count.preemptions += len(sequences)

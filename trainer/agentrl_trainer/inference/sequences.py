@@ -3,13 +3,16 @@
 Knows tokens and rows, not forwards, threads, queues or callbacks.
 
 Each adapter version has a lane of its own, so a step is one forward per lane, no sequence ever
-changes version, and a superseded version disappears with its lane.
+changes version, and a superseded version disappears with its lane. The sequences of a lane whose
+prompts begin with the same long stem form a branch: the stem is held, and read in a step, once for
+all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from tokenizers import Tokenizer
@@ -19,15 +22,18 @@ from transformers import PreTrainedTokenizerBase
 from agentrl_trainer.inference.adapter_swap import PreparedAdapter
 from agentrl_trainer.inference.forward import Forward
 from agentrl_trainer.inference.grammar import GrammarState
-from agentrl_trainer.inference.kv_cache import MIN_PREFIX, KVPool, Prefix, Rows, Stored
+from agentrl_trainer.inference.kv_cache import Rows
 from agentrl_trainer.inference.llama_cpu import BLOCK
+from agentrl_trainer.inference.prefix_cache import KV, MIN_PREFIX, KVPool, Prefix, Stored
 from agentrl_trainer.inference.requests import FinishReason, SampleRequest
-from agentrl_trainer.models.prefix_attention import longer_prefix
+from agentrl_trainer.models.prefix_attention import common_prefix, longer_prefix
 
 _OVERHEAD_TOKENS = 256
 """Cost of a forward before its first token, in tokens: weighs padding against more forwards."""
 _HEADROOM = 64
 """Tokens that every sequence is expected to grow by: a full pool would preempt at once."""
+_SHORTEST_STEM = 512
+"""What shorter prompts share is copied into the row of each."""
 
 
 @dataclass(slots=True, eq=False)
@@ -96,7 +102,7 @@ class Prefill:
     tokens: list[int]
     sequences: list[Sequence]
     held: int
-    """How many leading tokens have their keys and values in the row."""
+    """How many leading tokens have their keys and values."""
 
     @property
     def failed(self) -> bool:
@@ -111,11 +117,93 @@ class Lane:
     version: int | None
     weights: PreparedAdapter | None
     pool: KVPool
-    forward: InitVar[Forward]
+    forward: Forward
     most: int | None = None
     """Sequences to compute at once after a forward that failed; None: as many as fit."""
     current: bool = True
     """False once a newer version took its place: it only finishes what it has."""
+    branches: list[Branch] = field(init=False)
+    """The first one has no stem."""
+
+    def __post_init__(self) -> None:
+        self.branches = [Branch(self)]
+
+    @property
+    def jobs(self) -> list[Prefill]:
+        return [job for branch in self.branches for job in branch.jobs]
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        decoding = (s for branch in self.branches for s in branch.decoding)
+        return [*decoding, *(s for job in self.jobs for s in job.sequences)]
+
+    @property
+    def resident(self) -> int:
+        return sum(branch.resident for branch in self.branches)
+
+    def find_source(self, tokens: list[int]) -> tuple[int, Stored | None, bool]:
+        """Find the longest stored prefix of ``tokens``, short of its last (which needs logits).
+
+        Also returns whether another sequence begins with it and goes on otherwise.
+        """
+        length, found, where = 0, None, None
+        kept = ((entry, None) for entry in self.pool.prefixes(self))
+        running = ((x, b) for b in self.branches for x in (*b.decoding, *b.jobs))
+        for other, branch in (*kept, *running):
+            size = min(longer_prefix(other.tokens, tokens, length), other.held, len(tokens) - 1)
+            if size > length and (self.branches[0].rows.parts or size == other.held):
+                length, found, where = size, other, branch
+        if found is None or length < MIN_PREFIX:
+            return 0, None, False
+        if isinstance(found, Prefix):
+            self.pool.touch(found)
+            return length, found.kv, length < found.held
+        assert where is not None
+        rows = where.rows if isinstance(found, Sequence) else where.filling
+        return length, rows.peek(rows.owners.index(found), length), True
+
+    def worth_waiting(self, tokens: list[int], have: int) -> bool:
+        """Whether a running prefill will soon offer a much longer prefix than ``have``."""
+        want = have + 4 * MIN_PREFIX
+        return self.branches[0].filling.parts and any(
+            longer_prefix(j.tokens, tokens, want) > want for j in self.jobs
+        )
+
+    def branch_of(self, tokens: list[int], source: Stored | None = None, shared: int = 0) -> Branch:
+        """Choose the branch of the longest stem that ``tokens`` begin with.
+
+        Make a new one if the first ``shared`` tokens, which ``source`` holds and another sequence
+        begins with, are much longer.
+        """
+        self.forget_branches()
+        best = max((b for b in self.branches if b.begins(tokens)), key=lambda b: b.first)
+        if best.worth_a_stem(shared):
+            assert isinstance(source, KV)
+            stem = self.pool.keep_whole(self, tokens[:shared], source)
+            if stem is not None:
+                stem.in_use = lambda: any(b.resident for b in self.branches if b.stem is stem)
+                self.branches.append(best := Branch(self, stem, shared))
+        return best
+
+    def forget_branches(self) -> None:
+        """Drop branches without sequences whose stems gave way."""
+        for branch in self.branches[1:]:
+            if not branch.resident and branch.stem not in self.pool:
+                branch.free()
+                self.branches.remove(branch)
+
+    def clear(self) -> None:
+        for branch in self.branches:
+            branch.free()
+
+
+@dataclass(slots=True, eq=False)
+class Branch:
+    """Sequences of a lane that begin with the same ``first`` tokens of ``stem``."""
+
+    lane: Lane
+    stem: Prefix | None = None
+    first: int = 0
     filling: Rows = field(init=False)
     rows: Rows = field(init=False)
     jobs: list[Prefill] = field(init=False)
@@ -127,13 +215,22 @@ class Lane:
     order, and attention over a block of short rows need not look as far as the longest row.
     """
 
-    def __post_init__(self, forward: Forward) -> None:
-        self.filling, self.rows = forward.new_rows(self.pool), forward.new_rows(self.pool)
+    def __post_init__(self) -> None:
+        pool, forward = self.lane.pool, self.lane.forward
+        stem = None if self.stem is None else cast(KV, self.stem.kv)
+        self.filling, self.rows = (forward.new_rows(pool, stem, self.first) for _ in range(2))
         self.jobs, self.decoding = self.filling.owners, self.rows.owners
 
-    @property
-    def sequences(self) -> list[Sequence]:
-        return [*self.decoding, *(s for job in self.jobs for s in job.sequences)]
+    def begins(self, tokens: list[int]) -> bool:
+        """Whether ``tokens`` begin with the stem and go on."""
+        if self.stem is None:
+            return True
+        same = len(tokens) > self.first and tokens[0] == self.stem.tokens[0]
+        return same and common_prefix(self.stem.tokens, tokens) >= self.first
+
+    def free(self) -> None:
+        self.filling.free()
+        self.rows.free()
 
     # -- admission ------------------------------------------------------------------------------
 
@@ -141,36 +238,20 @@ class Lane:
     def resident(self) -> int:
         return len(self.decoding) + sum(len(j.sequences) for j in self.jobs)
 
-    def find_source(self, tokens: list[int]) -> tuple[int, Stored | None]:
-        """Find the longest stored prefix of ``tokens``, short of its last (which needs logits)."""
-        length, source = 0, None
-        for other in (*self.pool.prefixes(self), *self.decoding, *self.jobs):
-            size = min(longer_prefix(other.tokens, tokens, length), other.held, len(tokens) - 1)
-            if size > length and (self.rows.parts or size == other.held):
-                length, source = size, other
-        if source is None or length < MIN_PREFIX:
-            return 0, None
-        if isinstance(source, Prefix):
-            self.pool.touch(source)
-            return length, source.kv
-        rows = self.rows if isinstance(source, Sequence) else self.filling
-        return length, rows.peek(rows.owners.index(source), length)
-
-    def worth_waiting(self, tokens: list[int], have: int) -> bool:
-        """Whether a running prefill will soon offer a much longer prefix than ``have``."""
-        want = have + 4 * MIN_PREFIX
-        return self.filling.parts and any(
-            longer_prefix(j.tokens, tokens, want) > want for j in self.jobs
-        )
+    def worth_a_stem(self, shared: int) -> bool:
+        """Whether so many tokens, which sequences share, should be the stem of a new branch."""
+        return self.lane.forward.takes_stems and shared >= max(2 * self.first, _SHORTEST_STEM)
 
     def room_for(self, tokens: list[int], *, joins: bool) -> bool:
         """Whether the pool has room for one more sequence (its answer may still outgrow it)."""
-        widest = max([len(tokens), *(len(j.tokens) for j in self.jobs)])
-        time = max([widest, *(len(s.tokens) for s in self.decoding)]) + _HEADROOM
+        if joins and self.worth_a_stem(len(tokens)):
+            return self.lane.pool.fits(len(tokens) + (self.resident + 1) * _HEADROOM)
+        widest = max([len(tokens), *(len(j.tokens) for j in self.jobs)]) - self.first
+        time = max([widest, *(len(s.tokens) - self.first for s in self.decoding)]) + _HEADROOM
         extra = (self.resident + 1) * time - self.rows.rows * self.rows.time
         if not joins:
             extra += max(0, (len(self.jobs) + 1) * widest - self.filling.rows * self.filling.time)
-        return extra <= 0 or self.pool.fits(extra)
+        return extra <= 0 or self.lane.pool.fits(extra)
 
     def start_prefill(
         self, seq: Sequence, computed: int, source: Stored | None, *, force: bool
@@ -195,15 +276,17 @@ class Lane:
         """
         living = [s for s in job.sequences if s.ended is None]
         row, length = self.jobs.index(job), len(job.tokens)
-        refused: list[Sequence] = []
+        to, refused = self, list[Sequence]()
+        if len(living) > 1 and self.lane.current:
+            to = self.lane.branch_of(living[0].tokens, self.filling.peek(row, length), length)
         for seq in living:
-            time = max([length + 1, *(len(s.tokens) for s in self.decoding)])
-            if self.rows.reserve(len(self.decoding) + 1, time, force=force):
-                self._join(seq, self.filling.peek(row, length))
+            time = max([length + 1, *(len(s.tokens) for s in to.decoding)])
+            if to.rows.reserve(len(to.decoding) + 1, time, force=force):
+                to._join(seq, self.filling.peek(row, length))
             else:
                 refused.append(seq)
-        if (refused or not living) and self.current and not job.failed:
-            self.pool.keep(self, job.tokens, self.filling.peek(row, length))
+        if (refused or not living) and self.lane.current and not job.failed:
+            self.lane.pool.keep(self.lane, job.tokens, self.filling.peek(row, length))
         self.drop_job(job)
         return refused
 
@@ -214,8 +297,8 @@ class Lane:
         row = self.decoding.index(seq)
         if seq.ended == "error":
             self.rows.scrub(row)
-        elif keep and self.current:
-            self.pool.keep(self, seq.tokens[:-1], self.rows.peek(row, seq.held))
+        elif keep and self.lane.current:
+            self.lane.pool.keep(self.lane, seq.tokens[:-1], self.rows.peek(row, seq.held))
         # The shortest row of each later block moves one block down, the last row into the hole.
         for start in range(row - row % BLOCK + BLOCK, len(self.decoding), BLOCK):
             shortest = min(self._block(start), key=lambda at: self.decoding[at].held)
@@ -244,10 +327,6 @@ class Lane:
         if job.failed:
             self.filling.scrub(row)
         self.filling.remove(row)
-
-    def clear(self) -> None:
-        self.filling.free()
-        self.rows.free()
 
 
 def chunk_size(left: list[int], most_tokens: int) -> int:

@@ -165,7 +165,7 @@ class Learner(AdapterOptimizers):
     ) -> list[list[float]]:
         """Collect the [N] values of each micro-batch, aligned with the rows' tokens."""
         result = [[0.0] * len(row.tokens) for row in rows]
-        for batch in self._ready(self._pack(rows), backward=False):
+        for batch in self._ready(self._stems(self._pack(rows), backward=False)):
             values = function(batch)
             if len(batch.indices) == 1 or bool(values.isfinite().all()):
                 scatter(batch, values, result)
@@ -221,23 +221,26 @@ class Learner(AdapterOptimizers):
         on_cpu = self.base.device.type == "cpu"
         return TOKENS_PER_THREAD * torch.get_num_threads() if on_cpu else None
 
-    def _ready(self, batches: Sequence[MicroBatch], *, backward: bool) -> Iterator[MicroBatch]:
+    def _stems(self, batches: Sequence[MicroBatch], *, backward: bool) -> OpenStems:
+        segment = min(self.token_budget, self._enough or 2**20)
+        return OpenStems(
+            batches, self._logprobs.states, self._activate, self.base.device,
+            keep=self.token_budget, segment=segment, backward=backward,
+        )  # fmt: skip
+
+    def _ready(self, stems: OpenStems) -> Iterator[MicroBatch]:
         """Yield micro-batches on the device, their adapters active and their stems computed.
 
-        With ``backward``, gradients go through the stems behind the last micro-batch of each.
+        For a backward, gradients go through the stems behind the last micro-batch of each.
         """
-        stems = OpenStems(
-            batches, self._logprobs.states, self._activate, self.base.device,
-            keep=self.token_budget, segment=min(self.token_budget, self._enough or 2**20),
-            backward=backward,
-        )  # fmt: skip
-        for batch in batches:
+        for batch in stems.batches:
             before = stems.before(batch.stem)
             self._activate(batch.adapter)
             batch = batch.to(self.base.device)
-            over = backward and batch.input_ids.numel() > self.token_budget  # a single row
+            over = stems.backward and batch.input_ids.numel() > self.token_budget  # a single row
             with layers_recomputed(self.model, over and not self._checkpointing):
                 yield replace(batch, trie=batch.trie and replace(batch.trie, stem=before))
+            stems.recomputed += over * batch.input_ids.numel()
         stems.before(None)
 
     def _forward_batch(self, batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
@@ -287,7 +290,7 @@ class Learner(AdapterOptimizers):
         loss_sum = 0.0
         batches = self._pack(rows)
         with torch.set_grad_enabled(backward):
-            for batch in self._ready(batches, backward=backward):
+            for batch in self._ready(stems := self._stems(batches, backward=backward)):
                 logprobs, hidden = self._forward_batch(batch)
                 more = {"sequences": batch.rows, **_columns(rows, batch, LOSS_EXTRA)}
                 given = (logprobs, batch.logprobs, batch.advantages, config)
@@ -305,7 +308,7 @@ class Learner(AdapterOptimizers):
                 if backward and not self._backward(value, batch.adapter, scale):
                     break
         refused = backward and bool(self.non_finite)
-        counts = count_tokens(rows, batches)
+        counts = count_tokens(rows, batches, recomputed=stems.recomputed)
         return step_stats(loss_sum * scale, sums, counts, non_finite=refused)
 
     def finite_rows(
@@ -346,7 +349,7 @@ class Learner(AdapterOptimizers):
         batches = self._pack(rows)
         kept: Tensor | None = None
         if len(batches) == 1 and batches[0].stem is None:
-            [batch] = self._ready(batches, backward=True)
+            [batch] = self._ready(self._stems(batches, backward=True))
             kept, _ = self._forward_batch(batch)
             found = [[0.0] * len(row.tokens) for row in rows]
             scatter(batches[0], kept.detach(), found)
@@ -359,13 +362,13 @@ class Learner(AdapterOptimizers):
         grads = torch.autograd.grad(loss, logprobs, allow_unused=True, materialize_grads=True)
         slopes = {index: grad.tolist() for index, grad in enumerate(grads)}
         sums: Sums = {}
-        for batch in self._ready(batches, backward=True):
+        for batch in self._ready(stems := self._stems(batches, backward=True)):
             computed = self._forward_batch(batch)[0] if kept is None else kept
             sums = add_sums(sums, token_sums(computed, computed - batch.logprobs))
             if not self._backward((computed * _gather(batch, slopes)).sum(), batch.adapter):
                 break
-        counts, refused = count_tokens(rows, batches), bool(self.non_finite)
-        stats = step_stats(loss.item(), sums, counts, non_finite=refused)
+        counts = count_tokens(rows, batches, recomputed=stems.recomputed)
+        stats = step_stats(loss.item(), sums, counts, non_finite=bool(self.non_finite))
         return stats, dict(metrics)
 
 

@@ -5,12 +5,15 @@ are computed before its first micro-batch. Each micro-batch adds the gradients o
 and behind the last one the sum goes backward through the stem. This is exact: a stem holds no token
 that trains, so nothing else depends on it.
 
-A stem that fits into the budget keeps its activations meanwhile. A longer one is computed in
-segments whose activations are dropped, and a second time, last segment first, for the backward.
+As many tokens of a stem as the budget allows beside a micro-batch keep their activations meanwhile.
+The others are computed in segments whose activations are dropped, and a second time, last segment
+first, for the backward.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -20,6 +23,10 @@ from torch import Tensor
 from agentrl_trainer.data.packing import MicroBatch, Stem
 from agentrl_trainer.models.prefix_attention import KeysValues, Trie, pack_trie
 
+_MMAP_THRESHOLD = -3
+"""glibc's M_MMAP_THRESHOLD."""
+_LARGE = 2**22
+
 
 class OpenStems:
     """Keys and values of the stems that the current micro-batch continues, and their gradients.
@@ -27,8 +34,8 @@ class OpenStems:
     Args:
         compute: runs the decoder over tokens [1, U] of a trie.
         activate: makes the model compute with an adapter.
-        keep: tokens of stems whose activations may be held.
-        segment: tokens of a longer stem that are computed at once.
+        keep: tokens whose activations may be held, those of a micro-batch among them.
+        segment: tokens of a stem that are computed at once where activations are dropped.
         backward: whether gradients are asked for.
     """
 
@@ -43,11 +50,20 @@ class OpenStems:
         segment: int,
         backward: bool,
     ) -> None:
+        self.batches = batches
+        self.recomputed = 0
+        """Tokens that were computed a second time for the backward."""
+        if any(batch.stem for batch in batches) and device.type == "cpu":
+            # Else glibc keeps what tensors of 5 to 30 MB leave behind, and cannot use much of it.
+            with contextlib.suppress(OSError, AttributeError):  # of another C library
+                ctypes.CDLL("libc.so.6").mallopt(_MMAP_THRESHOLD, _LARGE)
         self._longest = max((batch.stem.end for batch in batches if batch.stem), default=0)
+        keep -= max((batch.input_ids.numel() for batch in batches), default=0)
         self._compute, self._activate, self._device = compute, activate, device
-        self._keep, self._segment, self._backward = keep, segment, backward
+        self._keep, self._segment, self.backward = max(keep, 0), segment, backward
         self._open: list[Stem] = []
-        self._graphs: dict[Stem, KeysValues] = {}  # of the open stems that keep their activations
+        self._graphs: dict[Stem, tuple[int, KeysValues]] = {}
+        """Of the open stems: how many of the first tokens keep their activations."""
         self._held: KeysValues = {}  # of all open stems, with room for the longest path
         self._grads: KeysValues = {}
 
@@ -66,28 +82,27 @@ class OpenStems:
         return self._leaves(0 if stem is None else stem.end)
 
     def _fill(self, stem: Stem) -> None:
-        size = len(stem.tokens)
-        if self._backward and size + sum(len(s.tokens) for s in self._graphs) <= self._keep:
-            self._graphs[stem] = self._states(stem, 0, size)
-            self._hold(stem, 0, self._graphs[stem])
-            return
+        size, kept = len(stem.tokens), 0
+        if self.backward:
+            kept = min(size, self._keep - sum(count for count, _ in self._graphs.values()))
+            self._graphs[stem] = kept, self._states(stem, 0, kept) if kept else {}
+            self._hold(stem, 0, self._graphs[stem][1])
         with torch.no_grad():
-            for first in range(0, size, self._segment):
+            for first in range(kept, size, self._segment):
                 self._hold(stem, first, self._states(stem, first, first + self._segment))
 
     def _close(self, stem: Stem) -> None:
         """Let the summed gradients go backward through a stem."""
-        if not self._backward:
+        if not self.backward:
             return
         self._activate(stem.adapter)
-        graph = self._graphs.pop(stem, None)
-        if graph is not None:
-            self._go_back(stem, 0, graph)
-            return
-        for first in reversed(range(0, len(stem.tokens), self._segment)):
+        kept, graph = self._graphs.pop(stem)
+        for first in reversed(range(kept, len(stem.tokens), self._segment)):
             with torch.enable_grad():
                 made = self._states(stem, first, first + self._segment)
             self._go_back(stem, first, made)
+        self.recomputed += len(stem.tokens) - kept
+        self._go_back(stem, 0, graph)
 
     def _go_back(self, stem: Stem, first: int, made: KeysValues) -> None:
         start = stem.end - len(stem.tokens) + first
@@ -116,7 +131,7 @@ class OpenStems:
         for module, pair in made.items():
             if module not in self._held:
                 self._held[module] = tuple(self._room(x) for x in pair)
-                if self._backward:
+                if self.backward:
                     self._grads[module] = tuple(torch.zeros_like(x) for x in self._held[module])
             for held, tensor in zip(self._held[module], pair, strict=True):
                 held[:, :, start : start + tensor.shape[2]] = tensor.detach()
@@ -133,7 +148,7 @@ class OpenStems:
         leaves: KeysValues = {}
         for module, pair in self._held.items():
             views = tuple(x.detach()[:, :, :end] for x in pair)
-            if self._backward:
+            if self.backward:
                 for view, grads in zip(views, self._grads[module], strict=True):
                     view.requires_grad_()
                     view.grad = grads[:, :, :end]

@@ -33,6 +33,7 @@ class StepStats:
     tokens_total: int  # of all rows, context included, each row by itself
     tokens_unique: int  # prefixes that rows share counted once
     tokens_saved: int  # of the total, those that did not go through the model, thanks to sharing
+    tokens_recomputed: int = 0  # through the model a second time, for a backward in bounded memory
     skipped_non_finite: bool = False
     grad_norm: float | None = None  # known once the optimizer has stepped
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -66,6 +67,7 @@ def step_stats(loss: float, sums: Sums, counts: TokenCounts, *, non_finite: bool
         tokens_total=counts.total,
         tokens_unique=counts.unique,
         tokens_saved=counts.saved,
+        tokens_recomputed=counts.recomputed,
         skipped_non_finite=non_finite,
         metrics={name: values[name] / tokens for name in _OPTIONAL if name in values},
     )

@@ -39,6 +39,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from agentrl_trainer.models import stem_attention
 from agentrl_trainer.models.devices import moved
 
 ATTENTION = "agentrl_trie"
@@ -57,25 +58,26 @@ class Block:
     queries: Tensor  # [n, q] places in the trie
     keys: Tensor  # [n, k] places in the trie, the row from its first token after the stem on
     depths: Tensor  # [n, q] the queries' positions in their rows
-    causal: bool  # every branch is a whole row: an ordinary causal attention
+    causal: bool  # every branch is a whole row: an ordinary causal attention behind the stem
     before: int = 0  # P
     _masks: dict[Any, Tensor] = field(default_factory=dict[Any, Tensor])
 
-    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Return [n, 1, q, P + k], 0 where the query sees the key, else -inf.
+    def mask(self, window: int | None, dtype: torch.dtype, first: int = 0) -> Tensor:
+        """Return [n, 1, q, P + k - first], 0 where the query sees the key, else -inf.
 
-        Cached for all layers.
+        Cached for all layers. ``first``: the keys before it, which are left out.
         """
-        if (window, dtype) not in self._masks:
-            at = torch.arange(self.before + self.keys.shape[1], device=self.keys.device)
+        if (window, dtype, first) not in self._masks:
+            end = self.before + self.keys.shape[1]
+            at = torch.arange(first, end, device=self.keys.device)
             distance = self.depths[:, None, :, None] - at
             hidden = distance < 0
             if window is not None:
                 hidden |= distance >= window
             # Additive, not boolean: SDPA would convert it in every layer.
             zeros = torch.zeros_like(hidden, dtype=dtype)
-            self._masks[window, dtype] = zeros.masked_fill(hidden, float("-inf"))
-        return self._masks[window, dtype]
+            self._masks[window, dtype, first] = zeros.masked_fill(hidden, float("-inf"))
+        return self._masks[window, dtype, first]
 
     def to(self, device: torch.device) -> Block:
         parts = (moved(x, device) for x in (self.queries, self.keys, self.depths))
@@ -202,7 +204,7 @@ def _plan(
             done += queries.shape[1]
         # Padded queries stay among the keys: beyond a sliding window they would see none (NaN).
         depths = (first[:, None] + torch.arange(queries.shape[1])).clamp(max=keys.shape[1] - 1)
-        causal = not (before or bool(first.any()))
+        causal = not bool(first.any())
         blocks.append(Block(queries, keys, before + depths, causal, before))
     return blocks, order
 
@@ -266,6 +268,13 @@ def trie_attention(
         if past is not None:
             key, value = (torch.cat(pair, 2) for pair in zip(past, (key, value), strict=True))
         return _flex(query, key, value, trie, scaling, sliding_window, softcap), None
+    if (
+        past is not None
+        and by_sdpa
+        and sliding_window is None
+        and stem_attention.applies(query, value)
+    ):
+        return _behind_stem(query, key, value, past, trie, scaling), None
     # [U, H * D], of which rows are quick to gather and to add up.
     queries, keys, values = (x[0].transpose(0, 1).flatten(1) for x in (query, key, value))
     parts: list[Tensor] = []
@@ -275,7 +284,7 @@ def trie_attention(
         if past is not None:
             pairs = zip(past, (k, v), strict=True)
             k, v = (torch.cat([x.expand(len(own), -1, -1, -1), own], 2) for x, own in pairs)
-        plain = block.causal and sliding_window is None
+        plain = block.causal and past is None and sliding_window is None
         mask = None if plain and by_sdpa else block.mask(sliding_window, q.dtype)
         if by_sdpa:
             out = F.scaled_dot_product_attention(
@@ -286,6 +295,21 @@ def trie_attention(
         parts.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
     joined = torch.cat(parts).index_select(0, trie.order)
     return joined.view(1, len(trie.order), query.shape[1], value.shape[-1]), None
+
+
+def _behind_stem(
+    query: Tensor, key: Tensor, value: Tensor, past: tuple[Tensor, ...], trie: Trie,
+    scaling: float | None,
+) -> Tensor:  # fmt: skip
+    parts = [
+        stem_attention.Part(
+            block.queries,
+            block.keys,
+            None if block.causal else block.mask(None, query.dtype, trie.before),
+        )
+        for block in trie.blocks
+    ]
+    return stem_attention.BehindStem.apply(query, key, value, *past, parts, trie.order, scaling)
 
 
 @functools.cache

@@ -29,7 +29,7 @@ class LearningSettings(Table):
     max_length: Annotated[int, Field(ge=2)] | None = None
     """Longest trajectory in tokens; by default the model's context."""
     micro_batch_tokens: Annotated[int, Field(ge=64)] | None = None
-    """Tokens per forward pass, and tokens of longer shared prefixes whose activations are held
-    besides; lower saves memory. By default 16384 on CUDA, else 4096."""
+    """Tokens whose activations are held: those of a forward pass, and as many of longer shared
+    prefixes as remain; lower saves memory. By default 16384 on CUDA, else 4096."""
     gradient_checkpointing: bool = False
     """Recompute layers in the backward pass to save memory."""
