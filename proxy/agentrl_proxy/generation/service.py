@@ -136,7 +136,7 @@ class ChatService:
         """Return the prompt as the client's token ids or as rendered messages.
 
         Raises:
-            ApiError: most of the request is not read by the model (413), but its rows would hold it.
+            ApiError: the model does not read most of the request, which its rows would hold.
         """
         if request.prompt_ids is not None:
             key = ConversationKey(b"", b"", adapter)
