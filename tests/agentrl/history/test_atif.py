@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
-from ui_pages import Recorded, fill_indexes
 
 from agentrl.history.atif import atif_records
 from agentrl.history.export import rollout_records
-from agentrl.history.sources import OpenRun, Sources
+from agentrl.history.sources import OpenRun
 
 HARBOR = os.environ.get("AGENTRL_TEST_HARBOR")
 CHECK = """
@@ -24,13 +21,6 @@ for line in sys.stdin:
     Trajectory.model_validate_json(line)
     print("valid")
 """
-
-
-@pytest.fixture(scope="module")
-def run(recorded: Recorded) -> Iterator[OpenRun]:
-    fill_indexes(recorded.root)
-    with closing(Sources(recorded.root)) as sources:
-        yield sources.open(recorded.other)
 
 
 def test_a_step_of_the_agent_has_the_tokens_and_log_probs_of_its_call(run: OpenRun) -> None:

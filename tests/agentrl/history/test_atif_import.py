@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from client_data import TINY
-from ui_pages import Recorded, fill_indexes
 
 from agentrl import ServiceClient
 from agentrl.config.errors import ConfigError
@@ -20,7 +18,7 @@ from agentrl.history.atif_import import import_trajectories
 from agentrl.history.export import row_records
 from agentrl.history.rollout.conversation import asked
 from agentrl.history.rollout_table import Query, find_rollouts
-from agentrl.history.sources import OpenRun, Sources, open_run
+from agentrl.history.sources import OpenRun, open_run
 from agentrl.runs.folder import RunFolder
 from agentrl_trainer.data.training_row import TrainingRow
 
@@ -49,22 +47,15 @@ def written(path: Path, steps: list[dict[str, Any]] = STEPS, **more: Any) -> Pat
     return path
 
 
-@pytest.fixture(scope="module")
-def exported(recorded: Recorded) -> Iterator[OpenRun]:
-    fill_indexes(recorded.root)
-    with closing(Sources(recorded.root)) as sources:
-        yield sources.open(recorded.other)
-
-
-def test_what_was_exported_comes_back_token_for_token(exported: OpenRun, tmp_path: Path) -> None:
-    lines = [json.dumps(one) for one in atif_records(exported, "")]
+def test_what_was_exported_comes_back_token_for_token(run: OpenRun, tmp_path: Path) -> None:
+    lines = [json.dumps(one) for one in atif_records(run, "")]
     (tmp_path / "all.jsonl").write_text("\n".join(lines))
     folder, count = import_trajectories([tmp_path / "all.jsonl"], tmp_path / "runs", "back")
     assert count == len(lines) > 14
     with closing(open_run(RunFolder(folder))) as back:
         while back.fill():
             pass
-        theirs, ours = ([*row_records(run, "")] for run in (exported, back))
+        theirs, ours = ([*row_records(one, "")] for one in (run, back))
         kept = ("tokens", "mask", "logprobs", "adapter", "reward")
         told = [{name: row[name] for name in kept} for row in ours]
         assert told == [{name: row[name] for name in kept} for row in theirs] != []

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from call_records import make
-from ui_pages import Recorded, fill_indexes
 
 from agentrl.config.errors import ConfigError
 from agentrl.history.export import (
@@ -19,14 +16,7 @@ from agentrl.history.export import (
     rollout_records,
     write_parquet,
 )
-from agentrl.history.sources import OpenRun, Sources
-
-
-@pytest.fixture(scope="module")
-def run(recorded: Recorded) -> Iterator[OpenRun]:
-    fill_indexes(recorded.root)
-    with closing(Sources(recorded.root)) as sources:
-        yield sources.open(recorded.other)
+from agentrl.history.sources import OpenRun
 
 
 def test_a_record_has_the_task_the_rewards_and_the_calls_with_their_tokens(run: OpenRun) -> None:
