@@ -36,6 +36,7 @@ PACKAGES = {  # from npm, else from PyPI
     "opencode": ("npm", "opencode-ai"),
     "qwen-code": ("npm", "@qwen-code/qwen-code"),
     "mini-swe-agent": ("pip", "mini-swe-agent", "mcp"),
+    "mini-swe-agent-short": ("pip", "mini-swe-agent", "mcp"),
     "aider": ("pip", "aider-chat"),
 }
 ALONE = Path(__file__).parents[2] / "examples/coding_agents/alone.sh"
@@ -89,7 +90,9 @@ def executables(
         pytest.skip("make coding-agents")  # it installs 1.5 GB
     kind, *packages = PACKAGES[name]
     given = os.environ.get("AGENTRL_TEST_CODING_AGENTS")
-    root = (Path(given) if given else temporary.getbasetemp() / "agents") / name
+    root = (Path(given) if given else temporary.getbasetemp() / "agents") / name.removesuffix(
+        "-short"
+    )
     here = root / ("node_modules/.bin" if kind == "npm" else "bin")
     if not here.is_dir():
         npm = ["npm", "install", "--prefix", str(root), "--no-audit", "--no-fund"]
@@ -120,7 +123,7 @@ def repository(folder: Path) -> Path:
 
 @pytest.mark.coding_agents
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", PACKAGES)
+@pytest.mark.parametrize("name", [name for name in PACKAGES if not name.endswith("-short")])
 def test_a_session_continues_token_for_token(
     name: str,
     tmp_path: Path,
@@ -187,7 +190,7 @@ def test_a_compaction_is_a_call_of_its_own_and_the_main_loop_branches_for_it(
 @pytest.mark.coding_agents
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="no bubblewrap here")
-@pytest.mark.parametrize("name", SHELLS)
+@pytest.mark.parametrize("name", [*SHELLS, "mini-swe-agent-short"])
 def test_an_agent_solves_a_shipped_task_in_the_sandbox(
     name: str,
     tmp_path: Path,
@@ -201,9 +204,13 @@ def test_an_agent_solves_a_shipped_task_in_the_sandbox(
     monkeypatch.setenv("PATH", f"{path}:{os.environ['PATH']}")
     made = runpy.run_path(str(ALONE.with_name("tasks") / "make_tasks.py"))
     [(task, solution)] = made["tasks_with_solutions"](made["python_tasks"], 0, 1)
-    tool, key, more = SHELLS[name]
-    commands = ["ls", solution, *[SUBMIT] * (name == "mini-swe-agent")]
-    player = Player(renderer, [(tool, {key: command, **more}) for command in commands])
+    commands = ["ls", solution, *[SUBMIT] * name.startswith("mini-swe-agent")]
+    if name in SHELLS:
+        tool, key, more = SHELLS[name]
+        player = Player(renderer, [(tool, {key: command, **more}) for command in commands])
+    else:
+        texts = [f"{MARK}\n```bash\n{command}\n```" for command in commands]
+        player = Player(renderer, [], plain=texts)
     profile = read_profile(name)
     assert profile is not None
     rules = [SpeakerRule(agent, **rule) for agent, rule in profile["speakers"].items()]

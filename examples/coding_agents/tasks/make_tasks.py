@@ -1,7 +1,7 @@
 """Write small tasks with tests: shell work, and Python functions to fix in one to five lines.
 
 Known and held-out tasks have the same kinds and no word in common. Every task's solution is known
-here and is in no task. Usage: python make_tasks.py [--seed 0] [--count 48]
+here and is in no task. Usage: python make_tasks.py [--seed 0] [--count 96]
 """
 
 import argparse
@@ -142,7 +142,7 @@ def tasks_with_solutions(make, seed, count, *, held_out=False):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--count", type=int, default=48)
+    parser.add_argument("--count", type=int, default=96)
     given = parser.parse_args()
     for make in (shell_tasks, python_tasks):
         for split, count in (("train", given.count), ("held_out", given.count // 2)):

@@ -32,7 +32,7 @@ from agentrl_proxy.rendering.continuity import (
     render_prompt,
 )
 from agentrl_proxy.rendering.renderer import MAX_VARIANTS, Renderer
-from agentrl_proxy.rendering.structured_output import Constraints
+from agentrl_proxy.rendering.structured_output import Constraint, Constraints
 from agentrl_proxy.requests.attempts import AttemptMemory
 from agentrl_proxy.requests.lifecycle import ClientRequest
 from agentrl_proxy.requests.recording import (
@@ -74,22 +74,9 @@ class ChatService:
         version = None if adapter is None else sampler.adapters.get(adapter)
         if adapter is not None and version is None:
             raise unavailable(f"adapter {adapter!r} is not loaded", "adapter_not_loaded")
-        constraint, renderer = None, self._renderer(request)
-        if request.prompt_ids is not None:
-            key = ConversationKey(b"", b"", adapter)
-            prompt = Prompt(request.prompt_ids, "", [], key, continues=None)
-        else:
-            prompt = await self.large.run(client.large, self.render, request, memory, adapter)
-            client.heading.prompt_tokens = len(prompt.ids)
-            # The rows hold the request, so what the model does not read must not be most of it.
-            most = _UNREAD_BYTES + _BYTES_PER_TOKEN * len(prompt.ids)
-            if client.size > most:
-                raise ApiError(
-                    413,
-                    f"the body has {client.size} bytes for a prompt of {len(prompt.ids)} tokens; "
-                    f"up to {most} are recorded: leave out what the model does not read",
-                    code="body_too_large",
-                )
+        renderer, constraint = self._renderer(request), None
+        prompt = await self._prompt(request, client, adapter)
+        if request.prompt_ids is None:
             constraint = await self._constraints(renderer).of(request, opened=prompt.opened)
         if request.scored and not isinstance(sampler, PromptScorer):
             raise invalid(
@@ -121,16 +108,9 @@ class ChatService:
             recorded["chat_template_kwargs"] = renderer.template_kwargs
         if request.left_out:
             recorded["left_out"] = list(request.left_out)
-        not_enforced = list(request.not_enforced)
         if constraint is not None:
             recorded["constrained"] = constraint.kind
-            not_enforced += constraint.not_enforced
-        elif request.tools:  # what only a grammar can enforce
-            if not request.parallel_tool_calls and not one_call:
-                not_enforced.append("parallel_tool_calls")
-            if any(tool["function"].get("strict") for tool in request.tools):
-                not_enforced.append("strict")
-        if not_enforced:
+        if not_enforced := _not_enforced(request, constraint, one_call):
             recorded["not_enforced"] = not_enforced
         branched = (
             prompt.branched if memory is None else memory.begins(client.agent, prompt.branched)
@@ -149,6 +129,29 @@ class ChatService:
         return SampledCall(
             client, request, renderer, prompt, params, constraint, adapter, one_call, rows
         )
+
+    async def _prompt(
+        self, request: ChatRequest, client: ClientRequest, adapter: str | None
+    ) -> Prompt:
+        """Return the prompt as the client's token ids or as rendered messages.
+
+        Raises:
+            ApiError: the model does not read most of the request, which its rows would hold.
+        """
+        if request.prompt_ids is not None:
+            key = ConversationKey(b"", b"", adapter)
+            return Prompt(request.prompt_ids, "", [], key, continues=None)
+        prompt = await self.large.run(client.large, self.render, request, client.memory, adapter)
+        client.heading.prompt_tokens = len(prompt.ids)
+        most = _UNREAD_BYTES + _BYTES_PER_TOKEN * len(prompt.ids)
+        if client.size > most:
+            raise ApiError(
+                413,
+                f"the body has {client.size} bytes for a prompt of {len(prompt.ids)} tokens; "
+                f"up to {most} are recorded: leave out what the model does not read",
+                code="body_too_large",
+            )
+        return prompt
 
     def resolve_model(self, model: str, agent: str | None) -> str | None:
         """Return the adapter for a requested model or its agent; None is the base model."""
@@ -289,3 +292,13 @@ def _recorded_params(params: DecodingParams) -> dict[str, Any]:
     if params.logit_bias:
         recorded["logit_bias"] = {str(i): value for i, value in params.logit_bias}
     return recorded
+
+
+def _not_enforced(request: ChatRequest, constraint: Constraint | None, one_call: bool) -> list[str]:
+    """Name the fields of a request that hold only as far as the model obeys them."""
+    if constraint is not None:
+        return [*request.not_enforced, *constraint.not_enforced]
+    several = bool(request.tools) and not request.parallel_tool_calls and not one_call
+    strict = any(tool["function"].get("strict") for tool in request.tools or ())
+    only_by_grammar = {"parallel_tool_calls": several, "strict": strict}
+    return [*request.not_enforced, *(name for name, sent in only_by_grammar.items() if sent)]
