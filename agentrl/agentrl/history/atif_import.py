@@ -23,6 +23,7 @@ from agentrl.config.errors import ConfigError
 from agentrl.runs.excerpts import json_line
 from agentrl.runs.folder import RunFolder
 from agentrl_tracer.schemas import (
+    REWARD_RANGE,
     AttemptState,
     Call,
     CallState,
@@ -32,6 +33,7 @@ from agentrl_tracer.schemas import (
     Purpose,
     Reward,
     SkipReason,
+    is_reward,
     new_id,
 )
 from agentrl_tracer.store import Store
@@ -219,8 +221,9 @@ def _found(trajectory: _Trajectory, parts: Sequence[_Trajectory], file: Path) ->
     if not isinstance(rewards, dict):
         raise ConfigError(f"{file}: extra.rewards: give an object of numbers")
     for name, value in rewards.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"{file}: extra.rewards.{name}: give a number")
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not (number and is_reward(value)):
+            raise ConfigError(f"{file}: extra.rewards.{name}: {REWARD_RANGE}")
     return _Found(task, parts, rewards)
 
 

@@ -141,7 +141,8 @@ def changed(at: int, **values: Any) -> dict[str, Any]:
          r"steps\[2\].metrics.prompt_token_ids\[0\]"),
         (changed(2, metrics={"logprobs": ["x"]}), r"steps\[2\].metrics.logprobs\[0\]"),
         (changed(2, timestamp="noon"), r"steps\[2\].timestamp"),
-        ({"extra": {"rewards": {"tests": "all"}}}, "extra.rewards.tests: give a number"),
+        ({"extra": {"rewards": {"tests": "all"}}}, "extra.rewards.tests: a reward is a number"),
+        ({"extra": {"rewards": {"tests": float("nan")}}}, "extra.rewards.tests: a reward is"),
         ({"continued_trajectory_ref": "../b.json"}, "names the trajectory 'b.json'"),
     ],
 )  # fmt: skip

@@ -107,6 +107,16 @@ def test_checkpointed_layers_and_long_rows() -> None:
         assert_same(of_step(trainer, rows, "gspo")[1], expected[1], **CLOSE)
 
 
+def test_half_precision() -> None:
+    def half() -> Any:
+        return qwen3().to(torch.bfloat16)
+
+    whole, stems = (learner(build=half, token_budget=budget) for budget in (10**6, 100))
+    expected, found = (of_step(one, rollouts(), "importance_sampling") for one in (whole, stems))
+    assert found[2].tokens_recomputed > 0
+    assert [*chain(*found[0])] == pytest.approx([*chain(*expected[0])], abs=0.1)
+
+
 def test_a_custom_loss_goes_through_stems() -> None:
     def squares(_rows: Any, logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
         return torch.stack([(x * x).sum() for x in logprobs]).sum(), {}

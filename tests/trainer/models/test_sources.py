@@ -94,7 +94,8 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         def do_HEAD(self) -> None:
             asked.append(self.path)
             self.send_response(200 if self.path.startswith("/team/known/") else 404)
-            self.send_header("x-error-code", "RepoNotFound")
+            gated = self.path.startswith("/team/gated/")
+            self.send_header("x-error-code", "GatedRepo" if gated else "RepoNotFound")
             self.send_header("content-length", "0")
             self.end_headers()
 
@@ -121,7 +122,9 @@ def test_the_hub_is_asked_once_for_a_model_that_is_not_here(hub: list[str]) -> N
         require_model("smollm2-135")
     with pytest.raises(ModelError, match="Hugging Face has none of this name"):
         require_model("team/other")
-    names = ("team/known", "smollm2-135", "team/other")
+    with pytest.raises(ModelError, match="'team/gated' is gated"):
+        require_model("team/gated")
+    names = ("team/known", "smollm2-135", "team/other", "team/gated")
     assert hub == [f"/{name}/resolve/main/config.json" for name in names]
 
 

@@ -73,7 +73,7 @@ def require_model(name: str) -> None:
         ModelError: there is no such model, or the hub cannot be reached and has not been before.
     """
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-    from huggingface_hub.errors import RepositoryNotFoundError
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     if resolve_model(name) != name or Path(name).is_dir():
         return
@@ -81,6 +81,11 @@ def require_model(name: str) -> None:
         if not try_to_load_from_cache(name, "config.json"):
             get_hf_file_metadata(hf_hub_url(name, "config.json"))
         return
+    except GatedRepoError:
+        raise ModelError(
+            f"model: {name!r} is gated: ask for access on its page at Hugging Face, then log in "
+            "(`hf auth login`)"
+        ) from None
     except RepositoryNotFoundError:
         fault = "Hugging Face has none of this name, unless it is private (`hf auth login`)"
     except Exception as error:  # of whichever HTTP library there is

@@ -59,7 +59,8 @@ class BehindStem(torch.autograd.Function):
             found.append(tuple(x.transpose(1, 2).flatten(0, 1) for x in pair))
         own, own_mass = (torch.cat(x).index_select(0, order) for x in zip(*found, strict=True))
         seen, mass = seen[0].transpose(0, 1), mass[0].transpose(0, 1)  # [U, H, D], [U, H]
-        out = own.lerp_(seen, torch.sigmoid(mass - own_mass)[..., None])
+        share = torch.sigmoid(mass - own_mass)[..., None]
+        out = own.lerp_(seen, share.to(own.dtype))  # a mass is float32 in half precision, too
         ctx.save_for_backward(
             query, key, value, stem_keys, stem_values, out, torch.logaddexp(mass, own_mass)
         )
