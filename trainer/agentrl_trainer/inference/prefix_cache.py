@@ -152,7 +152,10 @@ class KVPool:
                 return entry
         if not self.fits(len(tokens)):
             return None
-        entry = Prefix(owner, tokens, kv.copied_after(None, 0, len(tokens)))
+        try:
+            entry = Prefix(owner, tokens, kv.copied_after(None, 0, len(tokens)))
+        except (RuntimeError, MemoryError):  # a stem is optional
+            return None
         self.used += entry.cost
         self.touch(entry)
         return entry

@@ -179,7 +179,8 @@ class Scheduler:
                         passed.append(seq)
                         continue
                     branch = lane.branch_of(seq.tokens, source, reused if shared else 0)
-                room = not running or branch.room_for(seq.tokens, joins=sibling is not None)
+                joins = sibling is not None
+                room = not running or (branch.room_for(seq.tokens, joins=joins) and branch.stands)
                 if sibling is not None and room:
                     sibling.sequences.append(seq)
                 elif not room or not branch.start_prefill(seq, reused, source, force=not running):

@@ -177,6 +177,8 @@ class Lane:
         """
         self.forget_branches()
         best = max((b for b in self.branches if b.begins(tokens)), key=lambda b: b.first)
+        if best.stem is not None and best.stem in self.pool:
+            self.pool.touch(best.stem)
         if best.worth_a_stem(shared):
             assert isinstance(source, KV)
             stem = self.pool.keep_whole(self, tokens[:shared], source)
@@ -237,6 +239,11 @@ class Branch:
     @property
     def resident(self) -> int:
         return len(self.decoding) + sum(len(j.sequences) for j in self.jobs)
+
+    @property
+    def stands(self) -> bool:
+        """Whether the pool still has its stem; making room for a sequence may evict it."""
+        return self.stem is None or self.stem in self.lane.pool
 
     def worth_a_stem(self, shared: int) -> bool:
         """Whether so many tokens, which sequences share, should be the stem of a new branch."""
