@@ -1,7 +1,7 @@
 """transformers' side of sampling: ``generate`` for all rollouts' calls of a turn as one batch.
 
-As a plain loop around it does: each call's prompt is computed anew. Times ``--rows`` of the turns,
-spread over their positions, and scales their seconds to all turns by tokens.
+As a plain loop around it does: each call's prompt is computed anew. Times the first and the last
+turn, and scales their seconds to all turns by tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main() -> None:
 
     calls = by_call(shape)
     turns = [[row.prompt for row in calls[turn :: shape.calls]] for turn in range(shape.calls)]
-    some = spread(turns, options.rows)
+    some = spread(turns, 2)
     generate([[1] * 32], 4)
     found = timed(lambda: [generate(prompts, shape.answer) for prompts in some])
 
