@@ -185,12 +185,10 @@ class Learner(AdapterOptimizers):
         """
         if not any("temperature" in row.extra for row in rows):
             return list(rows)
-        # The log-probs are of tokens alone: no other column matters.
-        plain = [replace(row, extra={}) for row in rows]
+        added = self._compute(rows, self._logprobs.of_temperature)
         done: list[TrainingRow] = []
-        for row, warm, cold in zip(rows, self.forward(rows), self.forward(plain), strict=True):
-            columns = zip(row.logprobs, warm, cold, row.mask, strict=True)
-            moved = [w + (q - c) if on else q for q, w, c, on in columns]
+        for row, moves in zip(rows, added, strict=True):
+            moved = [logprob + move for logprob, move in zip(row.logprobs, moves, strict=True)]
             done.append(replace(row, logprobs=moved))
         return done
 

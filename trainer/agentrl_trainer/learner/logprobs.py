@@ -59,6 +59,17 @@ class TokenLogprobs:
             return pick(self._all_logits(batch), batch.targets, batch.temperatures)
         return self.of_hidden(self.hidden(batch), batch.targets, batch.temperatures)
 
+    def of_temperature(self, batch: MicroBatch) -> Tensor:
+        """Compute [N] what the temperatures add to the targets' log-probs at temperature 1."""
+        if batch.temperatures is None:
+            return torch.zeros(len(batch.targets), device=batch.targets.device)
+        if self.why_all_logits is not None:
+            logits = self._all_logits(batch)
+            return pick(logits, batch.targets, batch.temperatures) - pick(logits, batch.targets)
+        hidden = self.hidden(batch)
+        warm = self.of_hidden(hidden, batch.targets, batch.temperatures)
+        return warm - self.of_hidden(hidden, batch.targets)
+
     def hidden(self, batch: MicroBatch) -> Tensor:
         """Compute [N, hidden], the decoder's output from which each trained token is predicted."""
         return self.states(batch.input_ids, batch.trie)[batch.places]
