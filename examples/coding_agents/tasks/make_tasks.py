@@ -1,4 +1,4 @@
-"""Write small tasks with tests: shell work, and Python functions to fix in one to five lines.
+"""Write small tasks with tests: shell commands, shell pipes, and Python functions to fix.
 
 Known and held-out tasks have the same kinds and no word in common. Every task's solution is known
 here and is in no task. Usage: python make_tasks.py [--seed 0] [--count 96]
@@ -26,19 +26,14 @@ def check(*cases):
 """
 
 
+def holds(path, text):
+    return f"lambda: Path({path!r}).read_text().strip() == {text.strip()!r}"
+
+
 def shell_tasks(draw, names, animals):
     """Yield kind, files, instruction, checks as Python lambdas, and the solution."""
     a, b = draw.sample(names, 2)
     x, y = draw.sample(animals, 2)
-    count = draw.randint(2, 6)
-    lines = [x] * count + [y] * draw.randint(1, 4) + ["other"]
-    draw.shuffle(lines)
-    log = "\n".join(lines) + "\n"
-    ordered = "\n".join(sorted(lines)) + "\n"
-
-    def holds(path, text):
-        return f"lambda: Path({path!r}).read_text().strip() == {text.strip()!r}"
-
     there = f"lambda: Path('{b}.txt').exists()"
     yield (
         "write", {"README": "Notes.\n"}, f"Write the word {x} into the file {b}.txt.",
@@ -49,6 +44,38 @@ def shell_tasks(draw, names, animals):
         [there, f"lambda: Path('{b}.txt').exists() and not Path('{a}.txt').exists()"],
         f"mv {a}.txt {b}.txt",
     )  # fmt: skip
+    yield (
+        "copy", {f"{a}.txt": f"{x}\n"}, f"Copy the file {a}.txt to {b}.txt.",
+        [there, f"lambda: Path('{b}.txt').exists() and Path('{a}.txt').exists()"],
+        f"cp {a}.txt {b}.txt",
+    )  # fmt: skip
+    yield (
+        "append", {f"{a}.txt": f"{x}\n"}, f"Append the word {y} to the file {a}.txt.",
+        [holds(f"{a}.txt", f"{x}\n{y}")], f"echo {y} >> {a}.txt",
+    )  # fmt: skip
+    yield (
+        "folder", {f"{a}.txt": f"{x}\n"}, f"Create the folder {b} and move {a}.txt into it.",
+        [f"lambda: Path({b!r}).is_dir()", f"lambda: Path('{b}/{a}.txt').exists()"],
+        f"mkdir {b} && mv {a}.txt {b}/",
+    )  # fmt: skip
+    yield (
+        "delete", {f"{a}.tmp": "", f"{b}.tmp": "", "keep.txt": x},
+        "Delete all files that end in .tmp.",
+        [f"lambda n={n!r}: not Path(n).exists() and Path('keep.txt').exists()"
+         for n in (f"{a}.tmp", f"{b}.tmp")], "rm *.tmp",
+    )  # fmt: skip
+
+
+def pipe_tasks(draw, names, animals):
+    """Yield the same for work that reads one file and writes another."""
+    a, b = draw.sample(names, 2)
+    x, y = draw.sample(animals, 2)
+    count = draw.randint(2, 6)
+    lines = [x] * count + [y] * draw.randint(1, 4) + ["other"]
+    draw.shuffle(lines)
+    log = "\n".join(lines) + "\n"
+    ordered = "\n".join(sorted(lines)) + "\n"
+    there = f"lambda: Path('{b}.txt').exists()"
     yield (
         "count", {f"{a}.log": log},
         f"Write the number of lines of {a}.log that are {x} into {b}.txt.",
@@ -63,12 +90,6 @@ def shell_tasks(draw, names, animals):
         "replace", texts, f"Replace {x} by {y}s in all .txt files.",
         [holds(path, text.replace(x, f"{y}s")) for path, text in texts.items()],
         f"sed -i s/{x}/{y}s/g *.txt",
-    )  # fmt: skip
-    yield (
-        "delete", {f"{a}.tmp": "", f"{b}.tmp": "", "keep.txt": x},
-        "Delete all files that end in .tmp.",
-        [f"lambda n={n!r}: not Path(n).exists() and Path('keep.txt').exists()"
-         for n in (f"{a}.tmp", f"{b}.tmp")], "rm *.tmp",
     )  # fmt: skip
 
 
@@ -144,7 +165,7 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=96)
     given = parser.parse_args()
-    for make in (shell_tasks, python_tasks):
+    for make in (shell_tasks, pipe_tasks, python_tasks):
         for split, count in (("train", given.count), ("held_out", given.count // 2)):
             found = tasks_with_solutions(make, given.seed, count, held_out=split == "held_out")
             path = Path(__file__).with_name(f"{make.__name__.split('_')[0]}_{split}.jsonl")

@@ -45,13 +45,13 @@ class AttemptMemory:
     given_up: set[str] = field(default_factory=set[str])
     """Ids of requests that raised in the agent's process, or were canceled there."""
     compacted: dict[str | None, bool] = field(default_factory=dict[str | None, bool])
-    """By agent that has called: whether a compaction was answered since its last call."""
+    """By agent that has called: whether a compaction was answered since its last answer."""
 
     def begins(self, agent: str | None, branched: Branch | None) -> Branch | None:
         """Return how an agent's call begins, where a compaction may be why it does not continue."""
         if agent == COMPACTION:
             return branched
-        compacted, self.compacted[agent] = self.compacted.get(agent, False), False
+        compacted = self.compacted.setdefault(agent, False)
         edited = branched in (Branch.NEW_CONVERSATION, Branch.HISTORY_EDITED)
         return Branch.COMPACTED if compacted and edited else branched
 
@@ -59,6 +59,8 @@ class AttemptMemory:
         """Note that an agent was answered."""
         if agent == COMPACTION:
             self.compacted = dict.fromkeys(self.compacted, True)
+        else:
+            self.compacted[agent] = False
 
     async def take_seq(self, store: Store) -> int:
         """Return the next number in the order of acceptance; the store has the initial one."""

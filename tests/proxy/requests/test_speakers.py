@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import openai
 import pytest
 from official_clients import FUNCTION, claude, client
 from scripted_sampler import Running
@@ -71,7 +72,8 @@ def test_in_other_protocols_and_for_adapters(start: Callable[..., Running]) -> N
 def test_the_first_call_after_a_compaction_is_a_branch_with_that_reason(
     start: Callable[..., Running],
 ) -> None:
-    """Of each agent that spoke before; one that begins later is a new conversation."""
+    """Of each agent that spoke before, answered or not; one that begins later is a new
+    conversation."""
     gateway = start(speakers=RULES)
     first: list[Any] = [{"role": "user", "content": "Fix it."}]
     after: list[Any] = [{"role": "user", "content": "Fix it. So far: nothing."}]
@@ -87,6 +89,10 @@ def test_the_first_call_after_a_compaction_is_a_branch_with_that_reason(
         ask([*going_on[:-1], {"role": "user", "content": "Summarize all."}], tools=TOOLS)
         ask(after, **helper)
         edited = [{"role": "user", "content": "Fix it, as I said."}, *going_on[1:]]
+        gateway.sampler.fail_after = 0
+        with pytest.raises(openai.InternalServerError):
+            ask(edited, tools=TOOLS)
+        gateway.sampler.fail_after = None
         ask(ask(edited, tools=TOOLS), tools=TOOLS)
         ask(after, tools=TOOLS)
     calls = gateway.calls(gateway.claims[0])
@@ -95,6 +101,7 @@ def test_the_first_call_after_a_compaction_is_a_branch_with_that_reason(
         ("main", None),
         ("compaction", None),
         ("helper", "new_conversation"),
+        ("main", "compacted"),  # the one that failed
         ("main", "compacted"),
         ("main", None),
         ("main", "new_conversation"),

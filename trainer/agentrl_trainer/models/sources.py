@@ -73,7 +73,7 @@ def require_model(name: str) -> None:
         ModelError: there is no such model, or the hub cannot be reached and has not been before.
     """
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+    from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, RepositoryNotFoundError
 
     if resolve_model(name) != name or Path(name).is_dir():
         return
@@ -88,6 +88,8 @@ def require_model(name: str) -> None:
         ) from None
     except RepositoryNotFoundError:
         fault = "Hugging Face has none of this name, unless it is private (`hf auth login`)"
+    except EntryNotFoundError:
+        fault = "its repository at Hugging Face has no config.json (GGUF files alone do not train)"
     except Exception as error:  # of whichever HTTP library there is
         said = " ".join(str(error).split()).rstrip(".")
         fault = f"Hugging Face could not be asked for it: {said}"

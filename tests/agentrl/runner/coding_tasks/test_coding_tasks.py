@@ -112,11 +112,11 @@ def test_a_command_or_test_that_cannot_start_is_an_error(commands: RunnerHarness
 def test_reference_solutions_solve_every_kind_of_shipped_task(commands: RunnerHarness) -> None:
     made = runpy.run_path(str(MAKE_TASKS))
     known: dict[str, dict[str, Any]] = {}
-    for make in (made["shell_tasks"], made["python_tasks"]):
+    for make in (made[f"{what}_tasks"] for what in ("shell", "pipe", "python")):
         for held_out in (False, True):
             found = made["tasks_with_solutions"](make, 0, 16, held_out=held_out)
             known |= {f"{task['kind']} {held_out}": dict(task, solution=s) for task, s in found}
-    assert len(known) == 28
+    assert len(known) == 34
     ids = {}
     for name, task in known.items():
         solution = task.pop("solution")
