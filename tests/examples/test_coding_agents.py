@@ -36,7 +36,7 @@ PACKAGES = {  # from npm, else from PyPI
     "opencode": ("npm", "opencode-ai"),
     "qwen-code": ("npm", "@qwen-code/qwen-code"),
     "mini-swe-agent": ("pip", "mini-swe-agent", "mcp"),
-    "mini-swe-agent-short": ("pip", "mini-swe-agent", "mcp"),
+    "mini-swe-agent-short": ("pip", "mini-swe-agent"),
     "aider": ("pip", "aider-chat"),
 }
 ALONE = Path(__file__).parents[2] / "examples/coding_agents/alone.sh"

@@ -51,7 +51,8 @@ def shell_tasks(draw, names, animals):
     )  # fmt: skip
     yield (
         "append", {f"{a}.txt": f"{x}\n"}, f"Append the word {y} to the file {a}.txt.",
-        [holds(f"{a}.txt", f"{x}\n{y}")], f"echo {y} >> {a}.txt",
+        [f"lambda: {y!r} in Path('{a}.txt').read_text()", holds(f"{a}.txt", f"{x}\n{y}")],
+        f"echo {y} >> {a}.txt",
     )  # fmt: skip
     yield (
         "folder", {f"{a}.txt": f"{x}\n"}, f"Create the folder {b} and move {a}.txt into it.",
