@@ -23,6 +23,7 @@ def emit_reward(
     value: SupportsFloat | Mapping[str, SupportsFloat],
     *,
     name: str | None = None,
+    agent: str | None = None,
     span: trace.Span | None = None,
     response_id: str | None = None,
     explanation: str | None = None,
@@ -39,6 +40,9 @@ def emit_reward(
             several. Any other value is refused: a warning says so, the trace shows it, and the
             rollout does not train (``refused_reward``). Nothing is raised in the agent.
         name: what the number measures; "reward" by default.
+        agent: the agent (role) that earned it, as its calls name it: the reward then counts for
+            the calls of this agent only, which are compared with those of the same agent in other
+            rollouts of the task. By default it counts for all calls.
         span: the span to reward; the current one by default.
         response_id: the model answer to reward (``response.id`` of the OpenAI client).
         explanation: the reason, shown in the trace.
@@ -48,7 +52,11 @@ def emit_reward(
     if attempt is None:
         return
     named = value if isinstance(value, Mapping) else {name or wire.REWARD_NAME: value}
-    optional = {wire.RESPONSE_ID: response_id, wire.EVALUATION_EXPLANATION: explanation}
+    optional = {
+        wire.AGENT_NAME: agent,
+        wire.RESPONSE_ID: response_id,
+        wire.EVALUATION_EXPLANATION: explanation,
+    }
     common = {**(attributes or {}), **{k: v for k, v in optional.items() if v is not None}}
     rewards = [
         {**common, wire.EVALUATION_NAME: str(key), **_number(str(key), item)}

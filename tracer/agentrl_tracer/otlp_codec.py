@@ -17,7 +17,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode
 
 from agentrl_tracer import conventions as wire
-from agentrl_tracer.schemas import REWARD_RANGE, Json, Reward, Span, is_reward
+from agentrl_tracer.schemas import REWARD_RANGE, Json, Reward, Span, agent_of_reward, is_reward
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
@@ -110,6 +110,7 @@ def _reward(span: Span) -> Reward:
         span_id=span.parent_span_id,
         response_id=_text(span.attributes.get(wire.RESPONSE_ID)),
         explanation=explanation,
+        agent=agent_of_reward(_text(span.attributes.get(wire.AGENT_NAME))),
         created_at=span.start_ns / 1e9,
     )
 

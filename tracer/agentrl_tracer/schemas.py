@@ -251,7 +251,13 @@ class Reward:
     span_id: str | None = None
     response_id: str | None = None
     explanation: str | None = None
+    agent: str | None = None  # it counts for the calls of this agent (role) only; None: for all
     created_at: float = field(default_factory=time.time)
+
+
+def agent_of_reward(name: str | None) -> str | None:
+    """Return an agent's name as its calls have it: without line breaks and outer spaces."""
+    return " ".join(name.split()) or None if name else None
 
 
 def is_reward(value: float) -> bool:

@@ -173,6 +173,7 @@ def _reward_span(reward: Reward) -> Span:
             EVALUATION_NAME: reward.name,
             EVALUATION_VALUE: reward.value,
             EVALUATION_EXPLANATION: reward.explanation,
+            AGENT_NAME: reward.agent,
             RESPONSE_ID: reward.response_id,
         },
         events=[],

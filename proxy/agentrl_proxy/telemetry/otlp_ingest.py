@@ -23,6 +23,7 @@ from agentrl_tracer.schemas import (
     AttemptState,
     Reward,
     Span,
+    agent_of_reward,
     is_reward,
 )
 from agentrl_tracer.store.faults import unexpected
@@ -84,7 +85,7 @@ async def reward(
     if attempt is None:
         raise forbidden("a reward needs its attempt's own key", "rollout_mismatch")
     fields = read_object(body)
-    for field in ("name", "response_id", "explanation"):
+    for field in ("name", "agent", "response_id", "explanation"):
         text = fields.get(field)
         if text is not None and not isinstance(text, str):
             raise invalid(field, f"{field} must be a string; got {shown(text)}")
@@ -111,6 +112,7 @@ async def reward(
             span_id=trace_context(headers)[1],
             response_id=fields.get("response_id"),
             explanation=fields.get("explanation"),
+            agent=agent_of_reward(fields.get("agent")),
             created_at=time.time(),
         )
         for reward_key, (name, number) in named.items()

@@ -19,7 +19,7 @@ from agentrl_tracer.schemas import (
     SkipReason,
 )
 from agentrl_trainer.data.batch_assembly import StepBatch, StepSettings, assemble
-from agentrl_trainer.data.rewards import rollout_rewards
+from agentrl_trainer.data.rewards import rollout_rewards, unclaimed_rewards
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,7 @@ class AdapterBatches:
                 for group, members in part.groups.items()
             },
             off_policy=sum((part.off_policy for part in parts), Counter()),
+            of_agents={agent: of for part in parts for agent, of in part.of_agents.items()},
         )
 
 
@@ -96,6 +97,7 @@ def assemble_adapters(
     rest = assemble(rollouts, unassigned, [], replace(settings, adapters=frozenset()))
     rest.groups = {}
     rest.rewards = rollout_rewards(rollouts, rewards)
+    rest.unclaimed = unclaimed_rewards(rollouts, calls, rewards)
     asked = {call.attempt_id for call in calls if call.adapter in rules}
     earned = {name for name, reward in rest.rewards.items() if reward is not None}
     rest.unasked = {r.id for r in rollouts if r.id in earned and r.winner not in asked}

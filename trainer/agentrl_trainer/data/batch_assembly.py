@@ -28,19 +28,20 @@ from agentrl_trainer.data.advantages import (
     turn_advantages,
     whiten_groups,
 )
-from agentrl_trainer.data.rewards import by_rollout, rollout_rewards, turn_rewards, winning_rewards
+from agentrl_trainer.data.members import Cut, Member, members_of
+from agentrl_trainer.data.own_estimator import OwnEstimator, own_advantages
+from agentrl_trainer.data.rewards import rollout_rewards, turn_rewards
 from agentrl_trainer.data.skip_reasons import (
     GROUP_REASONS,
     SkipRules,
     importance_weight,
-    losing_reason,
     member_reason,
     sampled_otherwise,
     temperature_of,
 )
 from agentrl_trainer.data.state_grouping import anchor_states
 from agentrl_trainer.data.training_row import TrainingRow, to_training_row, with_extra
-from agentrl_trainer.data.trajectories import Trajectory, build_trajectories, call_order
+from agentrl_trainer.data.trajectories import Trajectory, build_trajectories
 
 if TYPE_CHECKING:
     import numpy as np
@@ -55,6 +56,8 @@ class StepSettings(SkipRules, CreditSettings):
 
     length_normalization: LengthNormalization = "token"
     length_constant: int = 1024  # tokens; for length_normalization constant
+    own: OwnEstimator | None = None  # takes the place of ``estimator``
+    trajectories: Cut = build_trajectories
 
 
 class SeenRow(NamedTuple):
@@ -76,8 +79,14 @@ class StepBatch:
     skipped: dict[str, SkipReason] = field(default_factory=dict[str, SkipReason])
     rewards: dict[str, float | None] = field(default_factory=dict[str, float | None])
     """By rollout id; None if the rollout failed or emitted none."""
+    of_agents: dict[str, dict[str, float | None]] = field(
+        default_factory=dict[str, dict[str, "float | None"]]
+    )
+    """What each agent earned by rollout id, in groups where rewards name an agent."""
     group_of: dict[str, str] = field(default_factory=dict[str, str])
     """By rollout id."""
+    unclaimed: Counter[str] = field(default_factory=Counter[str])
+    """Rewards for agents that made no call in their rollout, by agent."""
     unasked: set[str] = field(default_factory=set[str])
     """Rollouts that earned a reward without a call of a model in training."""
     groups: dict[str, list[SkipReason | None]] = field(
@@ -133,8 +142,10 @@ class StepBatch:
             "reward/mean": fmean(scores.values()) if scores else nan,
             "reward/std": pstdev(scores.values()) if scores else nan,
             "reward/std_over_groups": pstdev(map(fmean, by_group.values())) if scores else nan,
+            **{f"reward/mean/{agent}": _mean(of) for agent, of in sorted(self.of_agents.items())},
             "reward/missing": len(self.rewards) - len(earned),
             "reward/without_call": len(self.unasked),
+            "reward/unclaimed": self.unclaimed.total(),
             "advantage/max": max(advantages, default=0.0),
             "advantage/min": min(advantages, default=0.0),
             "advantage/std": Scaling(0, 0.0).divisor(advantages) if advantages else 0.0,
@@ -143,18 +154,6 @@ class StepBatch:
             **{f"groups/{reason}": skipped[reason] for reason in GROUP_REASONS},
             **{f"off_policy/{how}": count for how, count in sorted(self.off_policy.items())},
         }
-
-
-@dataclass(frozen=True, slots=True)
-class _Member:
-    """One rollout of a group, by its winning attempt."""
-
-    rollout: Rollout
-    calls: list[Call]  # in order
-    rewards: list[Reward]
-    total: float | None
-    trajectories: list[Trajectory]
-    turns: list[Call]  # the calls of the trajectories, in order
 
 
 def assemble(
@@ -174,27 +173,16 @@ def assemble(
     """
     batch = StepBatch(rewards=rollout_rewards(rollouts, rewards))
     batch.group_of = {rollout.id: rollout.group_id for rollout in rollouts}
-    calls_of, rewards_of = by_rollout(calls), by_rollout(rewards)
-    context_of = calls_of if context is None else by_rollout(context)
-    members: list[_Member] = []
-    for rollout in rollouts:
-        own, lost = _split_by_winner(rollout, calls_of[rollout.id])
-        batch.skipped |= {call.id: losing_reason(call, rollout) for call in lost}
-        built = build_trajectories(own, settings)
-        batch.skipped |= built.skipped
-        every, _ = _split_by_winner(rollout, context_of[rollout.id])
-        won = winning_rewards(rollout, rewards_of[rollout.id])
-        turns = [call for path in built.trajectories for call in path.calls]
-        members.append(
-            _Member(
-                rollout, sorted(every, key=call_order), won, batch.rewards[rollout.id],
-                built.trajectories, sorted(turns, key=call_order),
-            )
-        )  # fmt: skip
+    every = calls if context is None else context
+    members, batch.skipped = members_of(
+        rollouts, calls, rewards, settings, every, settings.trajectories
+    )
+    for member in members:
+        if member.agent:
+            batch.of_agents.setdefault(member.agent, {})[member.rollout.id] = member.total
     credit, reasons = _credit(members, batch, settings)
     owners: list[str] = []
-    for member in members:
-        reason = reasons[member.rollout.id]
+    for member, reason in zip(members, reasons, strict=True):
         if reason is SkipReason.NO_REWARD and member.rewards:
             reason = SkipReason.REFUSED_REWARD
         if reason is not None:
@@ -243,48 +231,46 @@ def normalize_lengths(
     return with_extra(rows, weights=weights)
 
 
-def _split_by_winner(rollout: Rollout, calls: Sequence[Call]) -> tuple[list[Call], list[Call]]:
-    """Separate the winning attempt's calls from those of the others."""
-    parts: tuple[list[Call], list[Call]] = ([], [])
-    for call in calls:
-        parts[not rollout.winner or call.attempt_id != rollout.winner].append(call)
-    return parts
-
-
 def _credit(
-    members: Sequence[_Member], batch: StepBatch, settings: StepSettings
-) -> tuple[dict[str, float], dict[str, SkipReason | None]]:
-    """Compare each rollout with its group; fills ``batch.groups``.
+    members: Sequence[Member], batch: StepBatch, settings: StepSettings
+) -> tuple[dict[str, float], list[SkipReason | None]]:
+    """Compare each member with its group; fills ``batch.groups``.
 
-    Returns advantages by call id, and why a rollout does not train, by its id.
+    Returns advantages by call id, and why each member does not train.
     """
-    groups: dict[str, list[_Member]] = {}
-    for member in members:
-        groups.setdefault(member.rollout.group_id, []).append(member)
-    if settings.estimator in BY_TURN:
-        found = [_judge_turns(group, settings) for group in groups.values()]
-    else:
-        judged = [_judge(group, settings) for group in groups.values()]
-        if settings.estimator in ESTIMATORS and ESTIMATORS[settings.estimator].whitens:
-            judged = whiten_groups(judged, settings.scaling)
-        found = [
-            TurnAdvantages(
-                [[a or 0.0] * len(m.turns) for m, a in zip(group, whole.advantages, strict=True)],
-                whole.skipped,
-            )
-            for group, whole in zip(groups.values(), judged, strict=True)
-        ]
+    groups: dict[str, list[int]] = {}
+    for at, member in enumerate(members):
+        groups.setdefault(member.group, []).append(at)
+    found = _compared([[members[at] for at in group] for group in groups.values()], settings)
     credit: dict[str, float] = {}
-    reasons: dict[str, SkipReason | None] = {}
-    for (group_id, group), result in zip(groups.items(), found, strict=True):
-        batch.groups[group_id] = result.skipped
-        reasons |= {m.rollout.id: why for m, why in zip(group, result.skipped, strict=True)}
-        for member, values in zip(group, result.advantages, strict=True):
-            credit |= {call.id: value for call, value in zip(member.turns, values, strict=False)}
+    reasons: list[SkipReason | None] = [None] * len(members)
+    for (name, group), result in zip(groups.items(), found, strict=True):
+        batch.groups[name] = result.skipped
+        for at, reason, values in zip(group, result.skipped, result.advantages, strict=True):
+            reasons[at] = reason
+            turns = members[at].turns
+            credit |= {call.id: value for call, value in zip(turns, values, strict=False)}
     return credit, reasons
 
 
-def _judge(group: Sequence[_Member], settings: StepSettings) -> GroupAdvantages:
+def _compared(groups: Sequence[list[Member]], settings: StepSettings) -> list[TurnAdvantages]:
+    if (own := settings.own) is not None:
+        return [own_advantages(group, own, settings.min_group) for group in groups]
+    if settings.estimator in BY_TURN:
+        return [_judge_turns(group, settings) for group in groups]
+    judged = [_judge(group, settings) for group in groups]
+    if settings.estimator in ESTIMATORS and ESTIMATORS[settings.estimator].whitens:
+        judged = whiten_groups(judged, settings.scaling)
+    return [
+        TurnAdvantages(
+            [[a or 0.0] * len(m.turns) for m, a in zip(group, whole.advantages, strict=True)],
+            whole.skipped,
+        )
+        for group, whole in zip(groups, judged, strict=True)
+    ]
+
+
+def _judge(group: Sequence[Member], settings: StepSettings) -> GroupAdvantages:
     totals = [member.total for member in group]
     if settings.estimator in BY_TOKEN:  # the learner computes each token's advantage later
         zeros = [None if total is None else 0.0 for total in totals]
@@ -292,7 +278,7 @@ def _judge(group: Sequence[_Member], settings: StepSettings) -> GroupAdvantages:
     return group_advantages(totals, settings)
 
 
-def _judge_turns(group: Sequence[_Member], settings: StepSettings) -> TurnAdvantages:
+def _judge_turns(group: Sequence[Member], settings: StepSettings) -> TurnAdvantages:
     earned = [
         None
         if m.total is None
@@ -307,7 +293,7 @@ def _judge_turns(group: Sequence[_Member], settings: StepSettings) -> TurnAdvant
 
 
 def _row(
-    path: Trajectory, member: _Member, credit: Mapping[str, float], settings: StepSettings
+    path: Trajectory, member: Member, credit: Mapping[str, float], settings: StepSettings
 ) -> TrainingRow:
     extra: dict[str, list[float]] = {}
     if settings.estimator in BY_TOKEN:
@@ -325,6 +311,11 @@ def _row(
             {call.id: importance_weight(call) or 0.0 for call in path.calls}
         )
     return to_training_row(path, credit, extra)
+
+
+def _mean(earned: Mapping[str, float | None]) -> float:
+    known = [reward for reward in earned.values() if reward is not None]
+    return fmean(known) if known else nan
 
 
 def _deviations(call: Call) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from statistics import fmean
 from typing import TypeVar
@@ -46,9 +46,28 @@ def rollout_reward(rollout: Rollout, rewards: Sequence[Reward]) -> float | None:
 
     None too if one of the rewards was refused: the others are not what was earned.
     """
-    earned = [float(reward.value) for reward in winning_rewards(rollout, rewards)]
+    return sum_rewards(winning_rewards(rollout, rewards))
+
+
+def sum_rewards(rewards: Sequence[Reward]) -> float | None:
+    """Sum rewards; None without any, or if one of them was refused."""
+    earned = [float(reward.value) for reward in rewards]
     total = sum(earned)
     return total if earned and all(map(is_reward, earned)) else None
+
+
+def unclaimed_rewards(
+    rollouts: Sequence[Rollout], calls: Sequence[Call], rewards: Sequence[Reward]
+) -> Counter[str]:
+    """Count the winning attempts' rewards for agents that made no call in them, by the agent."""
+    emitted = by_rollout(rewards)
+    called = {(call.attempt_id, call.agent) for call in calls}
+    return Counter(
+        reward.agent
+        for rollout in rollouts
+        for reward in winning_rewards(rollout, emitted[rollout.id])
+        if reward.agent is not None and (rollout.winner, reward.agent) not in called
+    )
 
 
 def rollout_rewards(

@@ -106,10 +106,11 @@ def count_tokens(calls: Sequence[Call]) -> tuple[int, int]:
 
 
 def earned_by_name(rollout: Rollout, rewards: Sequence[Reward]) -> dict[str, float]:
-    """Sum the rewards of the winning attempt by their names."""
+    """Sum the rewards of the winning attempt by their names, ``AGENT:NAME`` for an agent's."""
     sums: dict[str, float] = {}
     for reward in winning_rewards(rollout, rewards):
-        sums[reward.name] = sums.get(reward.name, 0.0) + reward.value
+        name = f"{reward.agent}:{reward.name}" if reward.agent else reward.name
+        sums[name] = sums.get(name, 0.0) + reward.value
     return sums
 
 
@@ -216,5 +217,6 @@ def _call_node(call: Call) -> Node:
 
 def _reward_node(reward: Reward) -> Node:
     name = "" if reward.name == "reward" else reward.name
-    details, at = [(name, ""), (reward.explanation or "", "faint")], reward.created_at
+    whose = f"for {reward.agent}" if reward.agent else ""
+    details, at = [(name, ""), (whose, ""), (reward.explanation or "", "faint")], reward.created_at
     return Node(reward, "reward", f"reward {reward.value:+g}", details, at, at)
