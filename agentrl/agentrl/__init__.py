@@ -10,6 +10,8 @@ Importing this package is cheap and safe in any process: everything else is load
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from agentrl.cli.train import train
+    from agentrl.training.loop import Trainer
     from agentrl_tracer.emit import emit, emit_reward
     from agentrl_tracer.store import Store
     from agentrl_trainer.client import (
@@ -31,16 +33,20 @@ __all__ = [
     "SamplingParams",
     "ServiceClient",
     "Store",
+    "Trainer",
     "TrainingClient",
     "__version__",
     "emit",
     "emit_reward",
+    "train",
 ]
 
 _HOMES = {
     "emit": "agentrl_tracer.emit",
     "emit_reward": "agentrl_tracer.emit",
     "Store": "agentrl_tracer.store",
+    "Trainer": "agentrl.training.loop",
+    "train": "agentrl.cli.train",
 }
 
 

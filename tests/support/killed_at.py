@@ -76,7 +76,7 @@ def main() -> None:
         NOW["step"] = at
         original(run, at)
 
-    around(loop, "train_step", begin)
+    around(loop.Trainer, "train_step", begin)
     sys.argv = ["agentrl", *arguments]
     cli()
 

@@ -28,12 +28,13 @@ def test_outside_a_rollout_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_reward_arrives_before_emit_returns(collector: Collector) -> None:
-    emit_reward(0.5, explanation="half right", response_id="chatcmpl-1")
+    emit_reward(0.5, agent=" White\nplayer", explanation="half right", response_id="chatcmpl-1")
     [(path, headers)] = collector.requests
     assert headers["authorization"] == "Bearer secret"
     assert path == "/rollouts/r1/v1/traces"
     (reward,) = rewards_of(collector)
     assert (reward.name, reward.value) == ("reward", 0.5)
+    assert reward.agent == "White player"  # as its requests' header has it
     assert (reward.response_id, reward.explanation) == ("chatcmpl-1", "half right")
     assert collector.spans[0].trace_id == "ab" * 16  # the runner's TRACEPARENT
 

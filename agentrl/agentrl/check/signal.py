@@ -51,7 +51,7 @@ def signal_finding(
         fix = "return a number, or call emit_reward"
         said = f"{estimator} will have no signal: no rollout has a reward"
         return Finding(said, fix, stops=True), 0.0
-    if not compares_groups(config.algorithm) and len(set(given)) > 1:
+    if not compares_groups(config) and len(set(given)) > 1:
         return Finding(f"{estimator} will have a signal: rewards differ"), 1.0
     expected = fmean(unequal_share(task, how.group_size) for task in known)
     if expected > 0:

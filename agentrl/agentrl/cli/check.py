@@ -11,7 +11,7 @@ from rich.text import Text
 from agentrl.capacity import choose_runners
 from agentrl.cli import Tokens
 from agentrl.cli.fixed_model import fixed_model
-from agentrl.cli.tasks import read_tasks
+from agentrl.cli.tasks import training_tasks
 from agentrl.config.commands import CheckConfig
 from agentrl.config.loading import load, steps_of
 from agentrl.console.output import console, print_block, print_line, print_sentences
@@ -19,9 +19,9 @@ from agentrl.console.tables import facts
 from agentrl.console.trace_tree import rollout_trace
 from agentrl.findings import Finding
 from agentrl.runner.agent_spec import validate_agent
+from agentrl.training.curriculum import tasks_in_order
 from agentrl.training.evaluation import plan_evaluation
 from agentrl.training.metrics import count_failures
-from agentrl.training.rollout_queue import tasks_in_order
 from agentrl_tracer.schemas import NewRollout, RolloutState
 from agentrl_trainer.data.rewards import rollout_rewards
 
@@ -36,7 +36,7 @@ def check_command(*tokens: Tokens) -> None:
     """
     config = load(CheckConfig, tokens)
     validate_agent(config.agent.entrypoint, other_python=config.agent.python is not None)
-    tasks = read_tasks(config.agent.tasks, "agent.tasks", config.agent)
+    tasks = training_tasks(config)
     how, count = config.rollouts, min(config.check.tasks, len(tasks))
     if why := choose_runners(config.model.name, config.agent, how, how.batch_size * how.group_size):
         print_sentences(why, "dim")

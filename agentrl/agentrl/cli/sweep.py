@@ -6,7 +6,7 @@ import shlex
 import time
 
 from agentrl.cli import Tokens
-from agentrl.cli.tasks import read_tasks
+from agentrl.cli.tasks import training_tasks
 from agentrl.config.commands import SweepConfig
 from agentrl.config.errors import ConfigError
 from agentrl.config.loading import load, steps_of
@@ -36,7 +36,7 @@ def sweep_command(*tokens: Tokens) -> None:
             "or take reward/mean"
         )
     validate_agent(config.agent.entrypoint, other_python=config.agent.python is not None)
-    steps = steps_of(config, read_tasks(config.agent.tasks, "agent.tasks", config.agent))
+    steps = steps_of(config, training_tasks(config))
     fetch_model(config)
     name = config.run.name or f"sweep-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = RunFolder(config.run.folder / name)

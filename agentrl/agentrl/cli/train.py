@@ -8,11 +8,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from agentrl.capacity import available_cores, choose_runners
 from agentrl.cli import Tokens
-from agentrl.cli.tasks import read_tasks
+from agentrl.cli.tasks import read_tasks, training_tasks
 from agentrl.config.checks import check_warmup
 from agentrl.config.commands import TrainConfig
 from agentrl.config.field_types import split_step
@@ -26,10 +26,16 @@ from agentrl.runner.agent_spec import validate_agent
 from agentrl.runs.circumstances import note_start
 from agentrl.runs.folder import RunFolder, how_to_fetch
 from agentrl.runs.recorded import SHELL_IN, how_to_continue
+from agentrl.runs.summary import Summary
 from agentrl.supervisor import SupervisedProcess
 from agentrl.timing import heavy_imports
+from agentrl.training.curriculum import Curriculum
+from agentrl.training.own_functions import check_functions
 from agentrl.training.resume import check_resume, go_back, return_to_start, tell_changes
 from agentrl.training.session import Session
+
+if TYPE_CHECKING:
+    from agentrl.training.loop import Trainer
 
 
 def train_command(*tokens: Tokens) -> None:
@@ -39,7 +45,45 @@ def train_command(*tokens: Tokens) -> None:
     loads it into the sampler. Training runs on this machine, with torch and PEFT, or with --backend
     tinker on Tinker or any server that speaks its protocol; docs/client.md says what differs.
     """
-    config, resume = load(TrainConfig, tokens), resume_of(tokens)
+    config, summary = _train(tokens)
+    folder = summary.folder
+    print_block(training_report(summary))
+    again = summary.ended.again if summary.ended else ()
+    if summary.ended and summary.ended.rolls_back:
+        _go_on(again)
+    if summary.learned_nothing:  # for scripts that wait for a better adapter
+        sys.exit(1)
+    adapters = {"it": folder.adapter}
+    if summary.best is not None and summary.best[1] > summary.held_out[-1][1]:
+        adapters["the best"] = folder.best_adapter
+    for which, adapter in adapters.items():
+        fetched = how_to_fetch(adapter)
+        for command in fetched or [serve_command(adapter, config.model)]:
+            what = f"{which} is on Tinker; fetch it" if fetched else f"serve {which}"
+            print_line(f"{what}:  ", (command, "bold cyan"))
+    if again:
+        print_line("go on from the best step:  ", (shlex.join(["agentrl", *again]), "bold cyan"))
+
+
+def train(*arguments: str, trainer: type[Trainer] | None = None) -> Summary:
+    """Train as ``agentrl train`` does with these arguments, and return how it ended.
+
+        agentrl.train("agent.py:agent", "--tasks", "train.jsonl", "--steps", "20", trainer=Mine)
+
+    Args:
+        trainer: a subclass of ``agentrl.Trainer``, to replace stages of the training.
+
+    Raises:
+        ConfigError: names each setting that is wrong, and the fix.
+        RunError: the run cannot go on, for the reason that the message gives.
+    """
+    return _train(arguments, trainer)[1]
+
+
+def _train(
+    arguments: Sequence[str], trainer: type[Trainer] | None = None
+) -> tuple[TrainConfig, Summary]:
+    config, resume = load(TrainConfig, arguments), resume_of(arguments)
     how = config.rollouts
     config.model.cores = min(config.model.cores or available_cores(), available_cores())
     root, step = split_step(resume) if resume else (None, "")
@@ -47,12 +91,14 @@ def train_command(*tokens: Tokens) -> None:
     if folder is not None:
         return_to_start(folder, print_line)
     validate_agent(config.agent.entrypoint, other_python=config.agent.python is not None)
-    tasks = read_tasks(config.agent.tasks, "agent.tasks", config.agent)
+    tasks = training_tasks(config)
     held_out = config.evaluation.tasks
     eval_tasks = read_tasks(held_out, "evaluation.tasks", config.agent) if held_out else []
     # Before config.json holds the setting: every later --resume would fail.
     steps = steps_of(config, tasks)
     check_warmup(config.learning.warmup_steps, steps)
+    check_functions(config)
+    Curriculum(config, tasks)  # which refuses tasks without weights
     fetch_model(config)
     if folder is not None:
         folder.lock()
@@ -79,25 +125,10 @@ def train_command(*tokens: Tokens) -> None:
         if command := session.how_to_join():
             print_line(f"more runners can join:  {command}")
         with heavy_imports():
-            from agentrl.training.loop import TrainingRun, train
+            from agentrl.training.loop import Trainer
 
-        summary = train(TrainingRun(config, tasks, eval_tasks, session, display))
-    print_block(training_report(summary))
-    again = summary.ended.again if summary.ended else ()
-    if summary.ended and summary.ended.rolls_back:
-        _go_on(again)
-    if summary.learned_nothing:  # for scripts that wait for a better adapter
-        sys.exit(1)
-    adapters = {"it": folder.adapter}
-    if summary.best is not None and summary.best[1] > summary.held_out[-1][1]:
-        adapters["the best"] = folder.best_adapter
-    for which, adapter in adapters.items():
-        fetched = how_to_fetch(adapter)
-        for command in fetched or [serve_command(adapter, config.model)]:
-            what = f"{which} is on Tinker; fetch it" if fetched else f"serve {which}"
-            print_line(f"{what}:  ", (command, "bold cyan"))
-    if again:
-        print_line("go on from the best step:  ", (shlex.join(["agentrl", *again]), "bold cyan"))
+        made = (trainer or Trainer)(config, tasks, eval_tasks, session, display)
+        return config, made.train()
 
 
 @contextmanager

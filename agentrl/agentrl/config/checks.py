@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
 
 from agentrl.config.errors import ConfigError
+from agentrl.config.field_types import names_function
 from agentrl.config.setting_names import flattened
 from agentrl.config.settings.algorithm import AlgorithmSettings, table_of
 from agentrl_trainer.names import check_name
@@ -65,9 +66,12 @@ def length_normalization(
     return algorithm.length_normalization or by_default
 
 
-def compares_groups(algorithm: AlgorithmSettings) -> bool:
+def compares_groups(config: TrainConfig) -> bool:
     """Tell whether the estimator learns from differences within groups alone."""
-    return algorithm.estimator not in ("reinforce", "gae")
+    estimator = config.algorithm.estimator
+    if names_function(estimator):  # it is called with groups of ``min_group`` and more
+        return config.rollouts.min_group > 1
+    return estimator not in ("reinforce", "gae")
 
 
 # ---- agentrl train
@@ -101,7 +105,7 @@ def check_train(config: TrainConfig) -> None:
         for key in ("std_ddof", "std_epsilon"):
             needs[f"{table}.{key}"] = False, f"{table}.normalize_std"
     _check_effect(config, needs)
-    compares = compares_groups(algorithm)
+    compares = compares_groups(config)
     size, least = rollouts.group_size, max(2, rollouts.min_group)
     _refuse(
         (algorithm.off_policy != "train" and config.sampler.temperature == 0,

@@ -24,6 +24,7 @@ from agentrl.config.settings.agent import (
     TrainAgentSettings,
 )
 from agentrl.config.settings.algorithm import AlgorithmSettings
+from agentrl.config.settings.curriculum import CurriculumSettings
 from agentrl.config.settings.evaluation import (
     CheckSettings,
     EvalEvaluationSettings,
@@ -139,6 +140,7 @@ class TrainConfig(ModelCommand):
     rollouts: RolloutSettings = RolloutSettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()
     learning: LearningSettings = LearningSettings()
+    curriculum: CurriculumSettings = CurriculumSettings()
     gateway: TrainGatewaySettings = TrainGatewaySettings()
     tinker: TinkerSettings = TinkerSettings()
     guards: GuardSettings = GuardSettings()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +13,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from agentrl.config.secrets import check_store, check_url, check_variable
 from agentrl_trainer.names import check_name
+
+_FUNCTION = re.compile(r"(.+\.py|[^\W\d]\w*(\.[^\W\d]\w*)*):[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 class Table(BaseModel):
@@ -51,6 +54,23 @@ def split_step(source: str | Path) -> tuple[Path, str]:
     path = Path(source)  # of which a folder above may have an @ in its name
     name, _, step = path.name.partition("@")
     return path.parent / name, step
+
+
+def names_function(value: str) -> bool:
+    """Tell whether a setting names a function: ``module:function`` or ``file.py:function``."""
+    return _FUNCTION.fullmatch(value) is not None
+
+
+def choice_or_function(choices: Sequence[str]) -> Any:
+    """Return the type of a setting that is one of ``choices`` or names a function."""
+
+    def check(value: str) -> str:
+        if value in choices or names_function(value):
+            return value
+        known = ", ".join(choices)
+        raise ValueError(f"input should be one of {known}; or module:function, file.py:function")
+
+    return Annotated[str, AfterValidator(check)]
 
 
 def check_pattern(value: str) -> str:

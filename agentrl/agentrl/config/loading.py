@@ -33,6 +33,7 @@ _OF_AGENTS = ("model", "gateway", "task")
 _MAY_BE_PATHS = (
     "agent.entrypoint", "agent.python", "agent.tasks", "evaluation.tasks", "model.name",
     "run.store", "sampler.vllm.python", "tinker.tokenizer", "algorithm.kl.reference",
+    "algorithm.loss", "algorithm.estimator", "curriculum.weights",
 )  # fmt: skip
 _ANY_VALUE = "--sampler.vllm.args"
 """Takes a value that begins with a hyphen."""

@@ -80,7 +80,12 @@ class _Trend:
         return [value for value in found if value is not None and math.isfinite(value)]
 
     def reward_suffers(self) -> str | None:
-        """Say how, if the reward is far below its best, or no better than at the start."""
+        """Say how, if the reward is far below its best, or no better than at the start.
+
+        Of agents with rewards of their own, which may be opponents, the sum says nothing.
+        """
+        if any(name.startswith(f"{self.prefix}{REWARD}/") for name in self.rows[-1]):
+            return None
         ends = range(_WINDOW, len(self.rows) + 1)
         means = [self._mean(REWARD, self.rows[end - _WINDOW : end]) for end in ends]
         known = [mean for mean in means if mean is not None]

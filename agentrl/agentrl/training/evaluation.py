@@ -21,7 +21,7 @@ from agentrl_tracer.schemas import NewRollout, Purpose, SkipReason
 from agentrl_trainer.data.rewards import rollout_rewards
 
 if TYPE_CHECKING:
-    from agentrl.training.loop import TrainingRun
+    from agentrl.training.run import TrainingRun
 
 
 def plan_evaluation(
@@ -71,7 +71,7 @@ def evaluate_if_due(run: TrainingRun, step: int, *, last: bool = False) -> None:
         if not overlaps and not run.config.rollouts.max_staleness:
             # What it leaves in the sampler's prefix cache would change the last bits of later
             # log-probs, and a run that is resumed here does not evaluate again.
-            run.load_published(step)
+            run.publish(step)
     run.timer.add(timer)
     earned = [score for score in scores.values() if score is not None]
     # A rollout without a reward is no success.

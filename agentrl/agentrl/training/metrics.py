@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ from agentrl_trainer.data.skip_reasons import token_versions
 from agentrl_trainer.learner.step_stats import StepStats
 
 if TYPE_CHECKING:
-    from agentrl.training.loop import TrainingRun
+    from agentrl.training.run import TrainingRun
 
 _OF_UPDATE = {
     "tokens/trained": "tokens",
@@ -246,12 +246,27 @@ def _findings(
         found["cut off"] = cut_off(mine, config.sampler.max_tokens)
         if run.thought_marks is not None:
             found["thinking"] = thinking(mine, run.thought_marks, wanted=config.sampler.thinking)
-    groups: dict[str, list[float]] = {}
-    for rollout in rollouts:
-        reward = batch.rewards.get(rollout.id)
-        if reward is not None and rollout.id not in batch.unasked:
-            groups.setdefault(rollout.group_id, []).append(reward)
-    compared = [rewards for rewards in groups.values() if len(rewards) > 1]
-    if compared and compares_groups(config.algorithm):
+    compared = [rewards for rewards in _compared(rollouts, batch) if len(rewards) > 1]
+    if compared and compares_groups(config):
         found["equal rewards"] = equal_rewards(compared, config.evaluation.success_reward)
+    if batch.unclaimed:
+        names = ", ".join(f"{agent} ({n})" for agent, n in batch.unclaimed.most_common())
+        found["unclaimed"] = Finding(
+            f"rewards for agents that made no call in their rollout count for nothing: {names}",
+            "name the agents in emit_reward as their requests do",
+        )
     return found
+
+
+def _compared(rollouts: Sequence[Rollout], batch: StepBatch) -> Iterable[list[float]]:
+    """Return the rewards of each group; agents with rewards of their own are groups of their own,
+    in place of the rollout's sum."""
+    groups: dict[tuple[str, str], list[float]] = {}
+    by_role = {one for earned in batch.of_agents.values() for one in earned}
+    known = {"": {one: r for one, r in batch.rewards.items() if one not in by_role}}
+    for agent, earned in (known | batch.of_agents).items():
+        for rollout in rollouts:
+            reward = earned.get(rollout.id)
+            if reward is not None and rollout.id not in batch.unasked:
+                groups.setdefault((rollout.group_id, agent), []).append(reward)
+    return groups.values()

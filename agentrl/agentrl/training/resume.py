@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from agentrl.config.commands import TrainConfig
 from agentrl.config.errors import ConfigError
+from agentrl.config.field_types import names_function
 from agentrl.config.secrets import as_recorded, without_variables
 from agentrl.config.setting_names import flag_of, flattened
 from agentrl.runs.best_adapter import best_step, held_out_of
@@ -118,6 +119,8 @@ def check_resume(
         ("agent.tasks", stored["train"], tasks),
         ("evaluation.tasks", stored["eval"], eval_tasks),
     ):
+        if names_function(str(now[name])):  # a generator is asked for as many as the run takes
+            before, given = before[: len(given)], given[: len(before)]
         if before and before != list(given):
             differ = [old != new for old, new in zip(before, given, strict=False)]
             difference = (

@@ -1,9 +1,9 @@
 """Queue groups of rollouts, and hand the finished ones to each step, on time or ahead of time.
 
-Decides which task comes when and which finished groups a step takes; ``staleness`` decides how far
-rollouts run ahead of the updates. There is no thread: runners execute what is queued while the
-trainer computes. A step takes finished groups in queue order, whole ones only; a slow group is
-carried over to a later step.
+Decides which finished groups a step takes; ``curriculum`` decides which task comes next, and
+``staleness`` how far rollouts run ahead of the updates. There is no thread: runners execute what is
+queued while the trainer computes. A step takes finished groups in queue order, whole ones only; a
+slow group is carried over to a later step.
 
 ``resample_zero_variance``: groups whose rewards are all equal do not fill the step. They keep their
 verdict (zero_advantage), and groups of the next tasks take their place, for at most so many rounds:
@@ -15,13 +15,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-import random
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from agentrl.config.commands import TrainConfig
+from agentrl.training.curriculum import Curriculum
 from agentrl.training.staleness import StalenessLimit
 from agentrl_tracer.schemas import Json, NewRollout, Purpose, Rollout, SkipReason
 
@@ -71,7 +71,9 @@ class RolloutQueue:
     session: Session
     config: TrainConfig
     task_ids: Sequence[str]
-    """What ``_Group.task`` indexes; each epoch goes through all, shuffled."""
+    """What ``_Group.task`` indexes."""
+    curriculum: Curriculum
+    """Which of them come next."""
     steps: int
     """Of the whole run."""
     staleness: StalenessLimit
@@ -132,12 +134,14 @@ class RolloutQueue:
     # ---- interruptions
 
     def state(self) -> Json:
-        """Return what a checkpoint keeps: how many tasks were drawn, and groups not yet taken."""
+        """Return what a checkpoint keeps: how many tasks were drawn, their results, and the groups
+        that no step has taken."""
         left = [*self._groups, *self._plans]
         return {
             "planned": self._planned,
             "tasks_drawn": self._tasks_drawn,
             "under_way": [[group.planned_for, group.position, group.task] for group in left],
+            **self.curriculum.state(),
         }
 
     def restore(self, state: Json) -> None:
@@ -148,6 +152,7 @@ class RolloutQueue:
         """
         self._planned = state["planned"]
         self._tasks_drawn = state["tasks_drawn"]
+        self.curriculum.restore(state)
         self._plans = [_Group(*fields) for fields in state["under_way"]]
 
     def close(self) -> None:
@@ -175,9 +180,7 @@ class RolloutQueue:
         self._queue(step, now)
 
     def _plan(self, step: int, positions: Collection[int]) -> list[_Group]:
-        count, tasks = len(positions), len(self.task_ids)
-        drawn = tasks_in_order(self._tasks_drawn, count, tasks, self.config.run.seed)
-        self._tasks_drawn += count
+        drawn, self._tasks_drawn = self.curriculum.draw(self._tasks_drawn, len(positions))
         return [_Group(step, place, task) for place, task in zip(positions, drawn, strict=True)]
 
     def _queue(self, step: int, groups: Sequence[_Group]) -> None:
@@ -251,19 +254,6 @@ def seconds_of_running(rollouts: Iterable[Rollout], since: float = -math.inf) ->
             covered += end - start
             since = end
     return covered
-
-
-def tasks_in_order(first: int, count: int, tasks: int, seed: int) -> list[int]:
-    """Return the indices of the run's tasks ``first`` to ``first + count``.
-
-    Each epoch is a shuffle of its own. The result depends on the arguments alone, so a resumed run
-    continues where it was.
-    """
-    orders = {
-        epoch: random.Random(f"{seed}/{epoch}").sample(range(tasks), tasks)
-        for epoch in range(first // tasks, (first + count - 1) // tasks + 1)
-    }
-    return [orders[at // tasks][at % tasks] for at in range(first, first + count)]
 
 
 def rollout_seed(*parts: object) -> int:

@@ -11,6 +11,8 @@ from agentrl.training.staleness import StalenessLimit
 from agentrl_tracer.schemas import Call, Rollout, SkipReason
 from agentrl_tracer.store import Store
 from agentrl_trainer.data.adapter_split import AdapterBatches, AdapterRule, assemble_adapters
+from agentrl_trainer.data.members import Cut
+from agentrl_trainer.data.own_estimator import OwnEstimator
 from agentrl_trainer.data.rewards import human_rewards
 
 
@@ -37,6 +39,11 @@ class StepRecords:
         }
         self._settings = step_settings(config, adapters=frozenset(), max_length=max_length)
         self._reads_bodies = config.algorithm.estimator == "gigpo"  # states are in the requests
+
+    def use(self, own: OwnEstimator | None, trajectories: Cut) -> None:
+        """Take these in the place of the estimator and of ``build_trajectories``."""
+        self._settings = replace(self._settings, own=own, trajectories=trajectories)
+        self._reads_bodies |= own is not None
 
     def assemble(self, step: int, rollouts: Sequence[Rollout]) -> tuple[list[Call], AdapterBatches]:
         """Return the rollouts' calls, and the batch of each adapter."""

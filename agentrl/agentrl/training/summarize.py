@@ -13,7 +13,7 @@ from agentrl.runs.summary import Ending, Reply, Summary
 from agentrl_tracer.schemas import Call, CallState, Purpose
 
 if TYPE_CHECKING:
-    from agentrl.training.loop import TrainingRun
+    from agentrl.training.run import TrainingRun
 
 _REPLIES = 4  # shown at most
 

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from agentrl_tracer.schemas import Rollout, Span
 
 if TYPE_CHECKING:
-    from agentrl.training.loop import TrainingRun
+    from agentrl.training.run import TrainingRun
 
 _EXAMINED = 16  # rollouts at most, for their spans
 _MODEL_CALLS = ("chat", "text_completion", "generate_content")  # gen_ai.operation.name

@@ -23,9 +23,7 @@ _REWARDS: Schema = {  # one, or several by name
     "anyOf": [{"type": "number"}, {"type": "object", "additionalProperties": {"type": "number"}}]
 }
 _VALUE = replace(ANYTHING, schema=_REWARDS)
-_REWARD = Object(
-    ["value"], value=_VALUE, name=TEXT, agent=TEXT, response_id=TEXT, explanation=TEXT
-)
+_REWARD = Object(["value"], value=_VALUE, name=TEXT, agent=TEXT, response_id=TEXT, explanation=TEXT)
 
 
 def _answer(**properties: Schema) -> Schema:

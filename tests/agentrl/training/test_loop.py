@@ -27,8 +27,8 @@ from training_run import Run, children, wait_for
 
 from agentrl.config.commands import TrainConfig
 from agentrl.timing import PhaseTimer
-from agentrl.training.loop import update
 from agentrl.training.step_records import StepRecords
+from agentrl.training.update import update
 from agentrl_tracer.schemas import (
     AttemptState,
     NewRollout,

@@ -15,8 +15,9 @@ from settings import nested
 
 from agentrl.config.commands import TrainConfig
 from agentrl.config.settings.evaluation import EvaluationSettings
+from agentrl.training.curriculum import Curriculum, tasks_in_order
 from agentrl.training.evaluation import plan_evaluation
-from agentrl.training.rollout_queue import CheckProgress, RolloutQueue, tasks_in_order
+from agentrl.training.rollout_queue import CheckProgress, RolloutQueue
 from agentrl.training.session import Session
 from agentrl.training.staleness import StalenessLimit
 from agentrl_tracer.schemas import AttemptState, NewRollout, Purpose, Rollout, RolloutState
@@ -106,7 +107,10 @@ def stream(
     given = {"batch_size": BATCH, "group_size": GROUP, "seed": 3} | settings
     config = TrainConfig(**nested(agent="x:y", tasks="tasks.jsonl", **given))
     limit = StalenessLimit(bound, stale)
-    queue = Queue(hands, config, hands.task_ids, steps=steps, staleness=limit, teaches=teaches)
+    tasks = Curriculum(config, [{}] * len(hands.task_ids))
+    queue = Queue(
+        hands, config, hands.task_ids, tasks, steps=steps, staleness=limit, teaches=teaches
+    )
     queue.queued_at = {}
     if state is not None:
         queue.restore(state)

@@ -292,7 +292,8 @@ def steps(draw: st.DrawFn) -> tuple[list[Any], list[Call], list[Reward], StepSet
         ]  # fmt: skip
         for value in draw(st.lists(st.sampled_from([0.0, 0.5, 1.0, math.nan]), max_size=3)):
             named = draw(st.sampled_from([None, f"{name}c0", f"{name}c1"]))
-            rewards.append(replace(reward(name, value), response_id=named))
+            agent = draw(st.sampled_from([None, None, "title", "absent"]))
+            rewards.append(replace(reward(name, value), response_id=named, agent=agent))
     options = StepSettings(
         adapters=frozenset({"x", "y"}),
         max_length=12,

@@ -11,7 +11,15 @@ from typing import Any, Literal, Self, get_args
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from agentrl.config.field_types import Count, Names, NonNegative, Positive, Share, Table
+from agentrl.config.field_types import (
+    Count,
+    Names,
+    NonNegative,
+    Positive,
+    Share,
+    Table,
+    choice_or_function,
+)
 from agentrl_trainer.learner.loss_options import (
     ClipOptions,
     CorrectionOptions,
@@ -82,10 +90,10 @@ class CorrectionSettings(CorrectionOptions):
 class AlgorithmSettings(Table):
     """Advantages and losses. A loss and an estimator have their options in their own tables."""
 
-    loss: RewardLoss = "importance_sampling"
-    """Loss, with Tinker's semantics."""
-    estimator: Estimator = "grpo"
-    """How rewards become advantages."""
+    loss: choice_or_function(get_args(RewardLoss)) = "importance_sampling"
+    """Loss, with Tinker's semantics; or module:function, see own-algorithms.md."""
+    estimator: choice_or_function(get_args(Estimator)) = "grpo"
+    """How rewards become advantages; or module:function, see own-algorithms.md."""
     length_normalization: Literal["token", "sequence", "rollout", "constant"] | None = None
     """The loss is a mean over tokens (default), sequences, rollouts, or a constant (dr_grpo's)."""
     length_constant: Count | None = None

@@ -221,7 +221,9 @@ def _advantages(run: OpenRun, rows: Sequence[Row]) -> list[float | None]:
     config = run.row["config"]
     estimator = recorded(config, "algorithm.estimator", "grpo")
     how = ESTIMATORS.get(estimator)
-    if how is None or how.whitens or rows[0]["purpose"] != "train":
+    # Where an agent has rewards of its own, the rollouts' sums are not what is compared.
+    by_role = any(":" in name.removeprefix("human:") for row in rows for name in row["rewards"])
+    if how is None or how.whitens or by_role or rows[0]["purpose"] != "train":
         return [None] * len(rows)
     options = recorded(config, f"algorithm.{table_of(estimator)}", {})
     settings = CreditSettings(

@@ -1,0 +1,173 @@
+"""Load the functions that settings name, and try each before the run starts.
+
+A function is ``module:function`` or ``path/to/file.py:function``: a loss, an estimator, a source
+of tasks, weights of tasks.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from functools import wraps
+from importlib.machinery import PathFinder
+from itertools import islice
+from typing import Any
+
+from agentrl.config.commands import TrainConfig
+from agentrl.config.errors import ConfigError
+from agentrl.config.field_types import names_function
+from agentrl.runner.agent_spec import AgentSpecError, load_target, parse_agent, validate_agent
+from agentrl_tracer.schemas import Call, CallState, Json, Purpose, Reward, Rollout, RolloutState
+from agentrl_trainer.data.members import Member, members_of
+from agentrl_trainer.data.own_estimator import OwnEstimator, own_advantages
+from agentrl_trainer.data.skip_reasons import SkipRules
+from agentrl_trainer.data.trajectories import build_trajectories
+from agentrl_trainer.own_function import FunctionError
+
+
+def load_function(spec: str, field: str) -> Callable[..., Any]:
+    """Import the function that a setting names.
+
+    Raises:
+        ConfigError: there is no such function, or its module cannot be imported.
+    """
+    try:
+        parsed = parse_agent(spec)
+        validate_agent(spec)
+        function = load_target(spec, parsed)
+    except AgentSpecError as error:
+        raise ConfigError(
+            f"{field}: got {spec!r}: {error.problem}; give module:function or file.py:function"
+        ) from error
+    except Exception as error:  # of the user's module
+        said = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{field}: {spec!r} cannot be imported: {said}") from error
+    if not callable(function):
+        raise ConfigError(f"{field}: {spec!r} is no function but {function!r:.80}")
+    return function
+
+
+def is_importable(spec: str) -> bool:
+    """Tell whether ``module:function`` or ``file.py:function`` is of Python, and not another name
+    with a colon, such as that of a data set and its split."""
+    module = spec.partition(":")[0]
+    top = module.partition(".")[0]
+    return module.endswith(".py") or PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is not None
+
+
+def check_functions(config: TrainConfig) -> None:
+    """Load the loss and the estimator, and try them on made-up data.
+
+    Raises:
+        ConfigError: names the setting, the function and what is wrong with it.
+    """
+    own_estimator(config)
+    add_own_loss(config)
+
+
+def add_own_loss(config: TrainConfig) -> None:
+    """Make ``algorithm.loss`` known to the learner, if it names a function."""
+    spec = config.algorithm.loss
+    if not names_function(spec):
+        return
+    function = load_function(spec, "algorithm.loss")
+    _check_arguments(function, "algorithm.loss", spec, ("tokens",))
+    from agentrl_trainer.learner.own_loss import add_loss  # which loads torch
+
+    try:
+        add_loss(spec, function)
+    except FunctionError as error:
+        raise ConfigError(f"algorithm.loss: {error}") from error
+
+
+def own_estimator(config: TrainConfig) -> OwnEstimator | None:
+    """Return the function that ``algorithm.estimator`` names, as one of rewards and members."""
+    spec = config.algorithm.estimator
+    if not names_function(spec):
+        return None
+    function = load_function(spec, "algorithm.estimator")
+    takes = _check_arguments(
+        function, "algorithm.estimator", spec, ("rewards", "members"), ("rewards",)
+    )
+
+    @wraps(function)
+    def estimator(rewards: list[float], members: list[Member]) -> Any:
+        return function(rewards, members) if takes == 2 else function(rewards)
+
+    try:
+        own_advantages(_made_up_group(), estimator, min_group=2)
+    except FunctionError as error:
+        raise ConfigError(f"algorithm.estimator: {error}") from error
+    return estimator
+
+
+def generated_tasks(spec: str, count: int, seed: int) -> list[Json]:
+    """Return the first ``count`` tasks that a generator function yields for a seed.
+
+    Raises:
+        ConfigError: it cannot be called with a seed, raises, or yields something else.
+    """
+    function = load_function(spec, "agent.tasks")
+    _check_arguments(function, "agent.tasks", spec, ("seed",))
+    try:
+        tasks = list(islice(function(seed), count))
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"agent.tasks: {spec} failed after its start: {said}") from error
+    for number, task in enumerate(tasks, start=1):
+        if not isinstance(task, dict):
+            said = f'task {number} is {task!r:.80}; yield objects, like {{"n": 1}}'
+            raise ConfigError(f"agent.tasks: {spec}: {said}")
+    if not tasks:
+        raise ConfigError(f"agent.tasks: {spec} yields no tasks")
+    return tasks
+
+
+def _check_arguments(
+    function: Callable[..., Any], field: str, spec: str, *allowed: tuple[str, ...]
+) -> int:
+    """Return how many arguments a function takes: the first of ``allowed`` that fits.
+
+    Raises:
+        ConfigError: none fits.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # builtins without one
+        return len(allowed[0])
+    for names in allowed:
+        try:
+            signature.bind(*names)
+            return len(names)
+        except TypeError:
+            continue
+    known = " or ".join(f"({', '.join(names)})" for names in allowed)
+    raise ConfigError(f"{field}: {spec} is called with {known}, but it takes {signature}")
+
+
+def _made_up_group() -> list[Member]:
+    """Return three members with two turns each, which earned 0, 1 and 0.5."""
+    rollouts = [
+        Rollout(
+            f"rollout-{at}", "run", "run-train-0", "group", Purpose.TRAIN, 1, at, at,
+            RolloutState.SUCCEEDED, None, 1, f"attempt-{at}", 0.0, 0.0, 1.0,
+        )
+        for at in range(3)
+    ]  # fmt: skip
+    calls = [
+        Call(
+            f"call-{at}-{turn}", f"call-{at}-{turn}", 0, "run", one.id, one.winner, turn, None,
+            "policy", "policy", 0, CallState.COMPLETED, [1, 2, turn], [3, 4], [-0.5, -1.0 - at],
+            "stop", {}, {"messages": []}, None, None, None, None, 0.0, 1.0,
+        )
+        for at, one in enumerate(rollouts)
+        for turn in range(2)
+    ]  # fmt: skip
+    rewards = [
+        Reward(f"attempt-{at}", one.id, "reward", value, key=one.id)
+        for at, (one, value) in enumerate(zip(rollouts, (0.0, 1.0, 0.5), strict=True))
+    ]
+    rules = SkipRules(max_length=100)
+    return members_of(rollouts, calls, rewards, rules, calls, build_trajectories)[0]
