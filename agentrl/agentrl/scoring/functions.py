@@ -7,8 +7,9 @@ kind that can be called, or a class of such objects. Each may be async.
 
 from __future__ import annotations
 
+import importlib
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -16,7 +17,6 @@ from typing import Any, Protocol, TypeVar
 from agentrl.config.errors import ConfigError
 from agentrl.config.settings.models import OtherModelSettings
 from agentrl.runner.agent_spec import AgentSpecError, load_target, parse_agent, validate_agent
-from agentrl.scoring.trace import Trace
 from agentrl_tracer.store import Store
 
 Scores = float | Mapping[str, float] | None
@@ -67,8 +67,8 @@ class RewardFunction:
 
     name: str
     """Of its reward, unless it returns several by name."""
-    call: Callable[[Any], Scores | Sequence[Scores] | Awaitable[Any]]
-    """Takes a ``Trace``, or the traces of a group."""
+    call: Callable[[Any], Any]
+    """Takes a ``Trace`` and returns ``Scores``, or a group's traces and returns one each."""
     compares_group: bool = False
     is_async: bool = False
     """It returns at once, with what is to be awaited."""
@@ -130,10 +130,10 @@ def as_function(entry: str, name: str, target: Any) -> RewardFunction:
 def _model_reward(name: str) -> RewardFunction:
     """Return the reward of a reward model: a run folder, or its name."""
     try:
-        from agentrl.scoring.reward_model import load_reward_model
+        module = importlib.import_module("agentrl.scoring.reward_model")
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"rewards: 'model:{name}' needs reward models, which this version does not have; "
             "give module:function"
         ) from error
-    return as_function(f"model:{name}", Path(name).name, load_reward_model(name))
+    return as_function(f"model:{name}", Path(name).name, module.load_reward_model(name))
