@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from agentrl.config.errors import ConfigError
 from agentrl.config.settings.models import OtherModelSettings
@@ -37,7 +37,10 @@ def group_reward(function: Function) -> Function:
 
 @dataclass(frozen=True, slots=True)
 class ScoringContext:
-    """Where rewards are computed; passed to ``connect`` of functions that have this method."""
+    """Where rewards are computed.
+
+    A function with a method ``connect(context)``, such as a judge, is told before the first score.
+    """
 
     store: Store
     run_id: str
@@ -51,14 +54,6 @@ class ScoringContext:
     """URL of the running gateway; None where recorded rollouts are scored again."""
     operator_key: str | None = None
     """The gateway's."""
-
-
-class Connects(Protocol):
-    """A function, such as a judge, that asks models or keeps something of the run."""
-
-    def connect(self, context: ScoringContext) -> None:
-        """Take the run's surroundings; called once, before the first rollout is scored."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
