@@ -27,6 +27,7 @@ from agentrl.runs.circumstances import note_start
 from agentrl.runs.folder import RunFolder, how_to_fetch
 from agentrl.runs.recorded import SHELL_IN, how_to_continue
 from agentrl.runs.summary import Summary
+from agentrl.scoring.functions import load_functions
 from agentrl.supervisor import SupervisedProcess
 from agentrl.timing import heavy_imports
 from agentrl.training.curriculum import Curriculum
@@ -91,6 +92,7 @@ def _train(
     if folder is not None:
         return_to_start(folder, print_line)
     validate_agent(config.agent.entrypoint, other_python=config.agent.python is not None)
+    rewards = load_functions(config.rewards)
     tasks = training_tasks(config)
     held_out = config.evaluation.tasks
     eval_tasks = read_tasks(held_out, "evaluation.tasks", config.agent) if held_out else []
@@ -127,7 +129,7 @@ def _train(
         with heavy_imports():
             from agentrl.training.loop import Trainer
 
-        made = (trainer or Trainer)(config, tasks, eval_tasks, session, display)
+        made = (trainer or Trainer)(config, tasks, eval_tasks, session, display, rewards)
         return config, made.train()
 
 

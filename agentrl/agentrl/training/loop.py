@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from agentrl.guards.budget import BudgetSpentError
@@ -145,7 +144,7 @@ class Trainer(TrainingRun):
 
     def sample(self, step: int) -> StepRollouts:
         """Wait for the groups of a step, all of whose rollouts have ended."""
-        return self.queue.take(step, partial(self.display.phase, "rollouts"))
+        return self.queue.take(step, self.display.phase)
 
     def assemble(self, step: int, rollouts: Sequence[Rollout]) -> tuple[list[Call], AdapterBatches]:
         """Return the rollouts' calls, and what each adapter learns from them.

@@ -15,6 +15,7 @@ from settings import nested
 
 from agentrl.config.commands import TrainConfig
 from agentrl.config.settings.evaluation import EvaluationSettings
+from agentrl.scoring.scorer import Scorer
 from agentrl.training.curriculum import Curriculum, tasks_in_order
 from agentrl.training.evaluation import plan_evaluation
 from agentrl.training.rollout_queue import CheckProgress, RolloutQueue
@@ -108,16 +109,19 @@ def stream(
     config = TrainConfig(**nested(agent="x:y", tasks="tasks.jsonl", **given))
     limit = StalenessLimit(bound, stale)
     tasks = Curriculum(config, [{}] * len(hands.task_ids))
+    unscored = Scorer((), Any)  # pyright: ignore[reportArgumentType]
     queue = Queue(
-        hands, config, hands.task_ids, tasks, steps=steps, staleness=limit, teaches=teaches
-    )
+        hands, config, hands.task_ids, tasks, steps=steps, staleness=limit, teaches=teaches,
+        scorer=unscored,
+    )  # fmt: skip
     queue.queued_at = {}
     if state is not None:
         queue.restore(state)
     return queue
 
 
-def nothing(done: int, total: int) -> None:
+def nothing(*progress: Any) -> None:
+    done, total = progress[-2:]
     assert 0 <= done <= total
 
 

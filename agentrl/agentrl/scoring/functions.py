@@ -1,0 +1,142 @@
+"""Reward functions: how they are named, loaded and called.
+
+An entry of ``rewards`` is ``module:function``, ``file.py:function`` or ``model:NAME``. It names a
+function of a ``Trace``, a function of a group's traces (``@group_reward``), an object of either
+kind that can be called, or what makes such an object with its defaults: a class, or a factory of
+``agentrl.rewards``. Each may be async.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from agentrl.config.errors import ConfigError
+from agentrl.config.settings.models import OtherModelSettings
+from agentrl.runner.agent_spec import AgentSpecError, load_target, parse_agent, validate_agent
+from agentrl_tracer.schemas import SCORED
+from agentrl_tracer.store import Store
+
+Scores = float | Mapping[str, float] | None
+"""A reward, several by name, or none: the rollout does not earn anything from this function."""
+Function = TypeVar("Function", bound=Callable[..., Any])
+_ALLOWED = "give module:function, path/to/file.py:function, or model:NAME"
+
+
+def group_reward(function: Function) -> Function:
+    """Mark a function that is called with the finished members of a group, a list of ``Trace``.
+
+    It returns one result for each, in their order. An object that is called so may say
+    ``compares_group = True`` in its class instead.
+    """
+    setattr(function, "compares_group", True)  # noqa: B010 - a function has no such attribute
+    return function
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringContext:
+    """Where rewards are computed.
+
+    A function with a method ``connect(context)``, such as a judge, is told before the first score.
+    """
+
+    store: Store
+    run_id: str
+    folder: Path
+    """The run's folder."""
+    note: Callable[[str], object]
+    """Shows a sentence to the user."""
+    models: Mapping[str, OtherModelSettings] = field(default_factory=dict[str, OtherModelSettings])
+    """The [models] table of the run."""
+    gateway: str | None = None
+    """URL of the running gateway; None where recorded rollouts are scored again."""
+    operator_key: str | None = None
+    """The gateway's."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardFunction:
+    """A loaded entry of ``rewards``."""
+
+    name: str
+    """Of its reward, unless it returns several by name."""
+    call: Callable[[Any], Any]
+    """Takes a ``Trace`` and returns ``Scores``, or a group's traces and returns one each."""
+    compares_group: bool = False
+    is_async: bool = False
+    """It returns at once, with what is to be awaited."""
+
+    @property
+    def keys(self) -> str:
+        """What the ``Reward.key`` of its rewards begins with."""
+        return f"{SCORED}{self.name}:"
+
+    def connect(self, context: ScoringContext) -> None:
+        if callable(connect := getattr(self.call, "connect", None)):
+            connect(context)
+
+
+def load_functions(entries: Sequence[str]) -> list[RewardFunction]:
+    """Load what the setting ``rewards`` names.
+
+    Raises:
+        ConfigError: there is no such module, file or function, it cannot be imported or called, or
+            two functions have the same name.
+    """
+    loaded = [_load(entry) for entry in entries]
+    names = [one.name for one in loaded]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(
+            f"rewards: two functions are named {twice[0]!r}, which is the name of their reward; "
+            "give one of them another"
+        )
+    return loaded
+
+
+def _load(entry: str) -> RewardFunction:
+    kind, _, name = entry.partition(":")
+    if kind == "model":
+        return _model_reward(name)
+    try:
+        parsed = parse_agent(entry)
+        if parsed.kind == "command":
+            raise AgentSpecError(entry, "it is a command")
+        validate_agent(entry)
+        target = load_target(entry, parsed)
+        if inspect.isclass(target) or getattr(target, "makes_reward", False):
+            target = target()
+    except AgentSpecError as error:
+        raise ConfigError(f"rewards: got {entry!r}: {error.problem}; {_ALLOWED}") from error
+    except Exception as error:  # of the user's module
+        said = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"rewards: {entry!r} cannot be imported: {said}") from error
+    return as_function(entry, parsed.attribute.rpartition(".")[2], target)
+
+
+def as_function(entry: str, name: str, target: Any) -> RewardFunction:
+    """Wrap a function, or an object that can be called.
+
+    Raises:
+        ConfigError: it cannot be called.
+    """
+    if not callable(target):
+        kind = type(target).__name__
+        raise ConfigError(f"rewards: {entry!r} names a {kind}, which cannot be called; {_ALLOWED}")
+    is_async = any(map(inspect.iscoroutinefunction, (target, target.__call__)))
+    return RewardFunction(name, target, bool(getattr(target, "compares_group", False)), is_async)
+
+
+def _model_reward(name: str) -> RewardFunction:
+    """Return the reward of a reward model: a run folder, or its name."""
+    try:
+        module = importlib.import_module("agentrl.scoring.reward_model")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"rewards: 'model:{name}' needs reward models, which this version does not have; "
+            "give module:function"
+        ) from error
+    return as_function(f"model:{name}", Path(name).name, module.load_reward_model(name))
