@@ -39,6 +39,7 @@ class AgentSpecError(ValueError):
 
     def __init__(self, spec: object, problem: str) -> None:
         super().__init__(f"agent: got {spec!r}: {problem}; {_ALLOWED}")
+        self.problem = problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +189,22 @@ def load_agent(spec: str, wait: Callable[[Awaitable[Any]], Any] = run_once) -> L
     if parsed.kind == "command":
         name = Path(parsed.argv[0]).name
         return LoadedAgent(name, lambda task: _run_command(parsed.argv, task))
+    call, call_async = _calls(spec, load_target(spec, parsed))
+
+    def run(task: Json) -> Any:
+        result = call(task)
+        return wait(result) if inspect.isawaitable(result) else result
+
+    return LoadedAgent(parsed.attribute, run, call_async)
+
+
+def load_target(spec: str, parsed: AgentSpec) -> Any:
+    """Import the module or file of a spec, and return what it names there.
+
+    Raises:
+        AgentSpecError: the module has no such thing.
+        Exception: whatever the user's module raises while it is imported.
+    """
     # As Python does: first the file's folder, else the current one.
     file = Path(parsed.target).resolve() if parsed.kind == "file" else None
     folder = str(Path.cwd() if file is None else file.parent)
@@ -200,13 +217,7 @@ def load_agent(spec: str, wait: Callable[[Awaitable[Any]], Any] = run_once) -> L
             target = getattr(target, part)
         except AttributeError:
             raise AgentSpecError(spec, f"{target!r} has no attribute {part!r}") from None
-    call, call_async = _calls(spec, target)
-
-    def run(task: Json) -> Any:
-        result = call(task)
-        return wait(result) if inspect.isawaitable(result) else result
-
-    return LoadedAgent(parsed.attribute, run, call_async)
+    return target
 
 
 def _import_file(path: Path) -> ModuleType:

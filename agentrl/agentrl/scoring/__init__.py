@@ -1,0 +1,1 @@
+"""Rewards that are computed from a rollout's trace after it has finished."""

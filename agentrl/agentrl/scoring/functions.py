@@ -1,0 +1,139 @@
+"""Reward functions: how they are named, loaded and called.
+
+An entry of ``rewards`` is ``module:function``, ``file.py:function`` or ``model:NAME``. It names a
+function of a ``Trace``, a function of a group's traces (``@group_reward``), an object of either
+kind that can be called, or a class of such objects. Each may be async.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from agentrl.config.errors import ConfigError
+from agentrl.config.settings.models import OtherModelSettings
+from agentrl.runner.agent_spec import AgentSpecError, load_target, parse_agent, validate_agent
+from agentrl.scoring.trace import Trace
+from agentrl_tracer.store import Store
+
+Scores = float | Mapping[str, float] | None
+"""A reward, several by name, or none: the rollout does not earn anything from this function."""
+Function = TypeVar("Function", bound=Callable[..., Any])
+_ALLOWED = "give module:function, path/to/file.py:function, or model:NAME"
+
+
+def group_reward(function: Function) -> Function:
+    """Mark a function that is called with the finished members of a group, a list of ``Trace``.
+
+    It returns one result for each, in their order. An object that is called so may say
+    ``compares_group = True`` in its class instead.
+    """
+    setattr(function, "compares_group", True)  # noqa: B010 - a function has no such attribute
+    return function
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringContext:
+    """Where rewards are computed; passed to ``connect`` of functions that have this method."""
+
+    store: Store
+    run_id: str
+    folder: Path
+    """The run's folder."""
+    note: Callable[[str], object]
+    """Shows a sentence to the user."""
+    models: Mapping[str, OtherModelSettings] = field(default_factory=dict[str, OtherModelSettings])
+    """The [models] table of the run."""
+    gateway: str | None = None
+    """URL of the running gateway; None where recorded rollouts are scored again."""
+    operator_key: str | None = None
+    """The gateway's."""
+
+
+class Connects(Protocol):
+    """A function, such as a judge, that asks models or keeps something of the run."""
+
+    def connect(self, context: ScoringContext) -> None:
+        """Take the run's surroundings; called once, before the first rollout is scored."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RewardFunction:
+    """A loaded entry of ``rewards``."""
+
+    name: str
+    """Of its reward, unless it returns several by name."""
+    call: Callable[[Any], Scores | Sequence[Scores] | Awaitable[Any]]
+    """Takes a ``Trace``, or the traces of a group."""
+    compares_group: bool = False
+    is_async: bool = False
+    """It returns at once, with what is to be awaited."""
+
+    def connect(self, context: ScoringContext) -> None:
+        if callable(connect := getattr(self.call, "connect", None)):
+            connect(context)
+
+
+def load_functions(entries: Sequence[str]) -> list[RewardFunction]:
+    """Load what the setting ``rewards`` names.
+
+    Raises:
+        ConfigError: there is no such module, file or function, it cannot be imported or called, or
+            two functions have the same name.
+    """
+    loaded = [_load(entry) for entry in entries]
+    names = [one.name for one in loaded]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(
+            f"rewards: two functions are named {twice[0]!r}, which is the name of their reward; "
+            "give one of them another"
+        )
+    return loaded
+
+
+def _load(entry: str) -> RewardFunction:
+    kind, _, name = entry.partition(":")
+    if kind == "model":
+        return _model_reward(name)
+    try:
+        parsed = parse_agent(entry)
+        if parsed.kind == "command":
+            raise AgentSpecError(entry, "it is a command")
+        validate_agent(entry)
+        target = load_target(entry, parsed)
+        target = target() if inspect.isclass(target) else target
+    except AgentSpecError as error:
+        raise ConfigError(f"rewards: got {entry!r}: {error.problem}; {_ALLOWED}") from error
+    except Exception as error:  # of the user's module
+        said = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"rewards: {entry!r} cannot be imported: {said}") from error
+    return as_function(entry, parsed.attribute.rpartition(".")[2], target)
+
+
+def as_function(entry: str, name: str, target: Any) -> RewardFunction:
+    """Wrap a function, or an object that can be called.
+
+    Raises:
+        ConfigError: it cannot be called.
+    """
+    if not callable(target):
+        kind = type(target).__name__
+        raise ConfigError(f"rewards: {entry!r} names a {kind}, which cannot be called; {_ALLOWED}")
+    is_async = any(map(inspect.iscoroutinefunction, (target, target.__call__)))
+    return RewardFunction(name, target, bool(getattr(target, "compares_group", False)), is_async)
+
+
+def _model_reward(name: str) -> RewardFunction:
+    """Return the reward of a reward model: a run folder, or its name."""
+    try:
+        from agentrl.scoring.reward_model import load_reward_model
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"rewards: 'model:{name}' needs reward models, which this version does not have; "
+            "give module:function"
+        ) from error
+    return as_function(f"model:{name}", Path(name).name, load_reward_model(name))
