@@ -132,7 +132,7 @@ class Asker:
         """
         body = self._body(messages, schema)
         digest = blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=16).hexdigest()
-        key = digest, self._version()
+        key = digest, await asyncio.to_thread(self._version)
         known = self._known.get(key) or (None if self._url else self._newest.get(digest))
         if known is not None:
             self._tally.count("cached")

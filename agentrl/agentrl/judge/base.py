@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -47,8 +49,12 @@ class Judge(ABC):
 
     kind: ClassVar[str]
     compares_group = True
-    name: str
     tally: Tally
+
+    def __init__(self, name: str) -> None:
+        if not re.fullmatch(r"\w+", name):  # it is part of metrics' names
+            raise ConfigError(f"{self.kind} judge: name = {name!r}: use letters, digits and _ only")
+        self.name = name
 
     def connect(self, context: ScoringContext) -> None:
         """Take what the run has for judges; see ``ScoringContext``."""
@@ -57,7 +63,8 @@ class Judge(ABC):
     async def __call__(self, traces: Sequence[Trace]) -> list[float | None]:
         """Return the score of each trace, None where there is no judgment, and note each."""
         said = await self.opinions(traces)
-        self.tally.record([(t, _note(one)) for t, one in zip(traces, said, strict=True)])
+        notes = [(trace, _note(one)) for trace, one in zip(traces, said, strict=True)]
+        await asyncio.to_thread(self.tally.record, notes)
         self.tally.count("unscored", sum(one.score is None for one in said))
         return [one.score for one in said]
 
@@ -100,7 +107,7 @@ class ModelJudge(Judge):
                 raise ConfigError(
                     f"{self.kind} judge: {key} = {value}: must be above 0, or left out"
                 )
-        self.name = name or f"{self.kind}-{model}"
+        super().__init__(name or re.sub(r"\W", "_", f"{self.kind}_{model}"))
         self._model, self._instructions, self._explain = model, instructions, explain
         self._options = options
 

@@ -32,7 +32,8 @@ class Panel(Judge):
                 f"panel judge: judges = {', '.join(names) or 'none'}: must be two or more of "
                 'different names; give equal ones name="..."'
             )
-        self.name, self._judges = name, judges
+        super().__init__(name)
+        self._judges = judges
         self._spreads: list[float] = []
 
     def connect(self, context: ScoringContext) -> None:

@@ -28,7 +28,7 @@ def test_a_tournament_of_all_pairs_gives_win_rates(bench: Bench) -> None:
     traces = bench.group("cyan", "red", "green", "blue", "red")
     assert judged(judge, traces) == pytest.approx([0.5 / 3, 1, 2 / 3, 0.5 / 3, 1])
     assert len(bench.server.seen) == 6  # equal ones do not meet
-    assert judge.take_metrics()["judge/pairwise-judge/ties"] == 1
+    assert judge.take_metrics()["judge/pairwise_judge/ties"] == 1
     [note] = bench.noted(traces[0], judge)
     assert (note["why"], len(note["calls"])) == ("0.5 of 3", 3)
 
@@ -54,7 +54,7 @@ def test_comparisons_that_fail_do_not_count(bench: Bench) -> None:
     bench.server.says = say
     judge = bench.connect(Pairwise("judge"))
     assert judged(judge, bench.group("red", "green", "blue")) == [1.0, 0.0, None]
-    assert judge.take_metrics()["judge/pairwise-judge/down"] == 2
+    assert judge.take_metrics()["judge/pairwise_judge/down"] == 2
 
 
 def test_equal_conversations_need_no_judge(bench: Bench) -> None:
@@ -76,10 +76,10 @@ def test_a_panel_means_and_tells_how_far_its_judges_are_apart(bench: Bench) -> N
     assert judged(judge, traces) == pytest.approx([0.75, 0.2])
     found = judge.take_metrics()
     assert found["judge/panel/disagreement"] == pytest.approx(0.45)
-    assert found["judge/relative-judge/calls"] == 1
-    assert found["judge/rubric-other/calls"] == 2
+    assert found["judge/relative_judge/calls"] == 1
+    assert found["judge/rubric_other/calls"] == 2
     [note] = bench.noted(traces[0], judge)
-    assert note["judges"] == {"relative-judge": 0.5, "rubric-other": 1.0}
+    assert note["judges"] == {"relative_judge": 0.5, "rubric_other": 1.0}
     assert note["spread"] == pytest.approx(0.5)
 
 

@@ -51,7 +51,7 @@ def test_judgments_are_recorded_balance_and_train_nothing(bench: Bench) -> None:
         assert call is not None
         assert (call.run_id, call.rollout_id) == (bench.gateway.run_id, None)
         assert call.skip_reason is SkipReason.NO_ROLLOUT
-        assert (call.agent, call.params["request_id"]) == ("judge.relative-judge", trace.group_id)
+        assert (call.agent, call.params["request_id"]) == ("judge.relative_judge", trace.group_id)
         assert "red" in json.dumps(call.request)
     assert bench.gateway.store.verify(bench.gateway.run_id).fault is None
     assert metrics(judge) == {"calls": 1, "cost": pytest.approx(COST)}
@@ -161,7 +161,7 @@ def test_a_judge_that_is_down_is_noted_once(bench: Bench, model: str) -> None:
         assert judged(judge, bench.group(*answers)) == [None, None]
     assert metrics(judge)["down"] == 2
     [note] = bench.notes
-    assert note.startswith(f"judge relative-{model}: no answer: ")
+    assert note.startswith(f"judge relative_{model}: no answer: ")
     # It is not remembered as down.
     if model == "judge":
         bench.server.says = scoring(POINTS)
