@@ -265,6 +265,11 @@ POLICY_REWARD_KEY = "policy"
 """``Reward.key`` of a policy's reward, which stands instead of emitted ones."""
 HUMAN_REWARD_KEY = "human"
 """``Reward.key`` of a reward made from feedback; it counts where a configuration names it."""
+SCORED = "scored:"
+"""``Reward.key`` of a reward that a function computed after the rollout: ``scored:FUNCTION:NAME``.
+"""
+ASIDE = "aside:"
+"""Stands before the ``Reward.key`` of what a re-score keeps, but does not count."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from agentrl.console.tables import facts
 from agentrl.console.trace_tree import rollout_trace
 from agentrl.findings import Finding
 from agentrl.runner.agent_spec import validate_agent
+from agentrl.scoring.functions import load_functions
 from agentrl.training.evaluation import plan_evaluation
 from agentrl.training.metrics import count_failures
 from agentrl.training.rollout_queue import tasks_in_order
@@ -36,12 +37,14 @@ def check_command(*tokens: Tokens) -> None:
     """
     config = load(CheckConfig, tokens)
     validate_agent(config.agent.entrypoint, other_python=config.agent.python is not None)
+    functions = load_functions(config.rewards)
     tasks = read_tasks(config.agent.tasks, "agent.tasks", config.agent)
     how, count = config.rollouts, min(config.check.tasks, len(tasks))
     if why := choose_runners(config.model.name, config.agent, how, how.batch_size * how.group_size):
         print_sentences(why, "dim")
     drawn = tasks_in_order(0, count, len(tasks), config.run.seed)
-    with fixed_model(config, "check", [tasks[0], *(tasks[at] for at in drawn)]) as made:
+    tried = [tasks[0], *(tasks[at] for at in drawn)]
+    with fixed_model(config, "check", tried, rewards=functions) as made:
         store, folder = made.session.store, made.session.folder
         [first] = made.execute(_planned(config, made.task_ids[:1], 1))
         print_block(rollout_trace(store, first))

@@ -22,6 +22,7 @@ from agentrl.console.tables import facts
 from agentrl.history.evaluations import Outcomes, pass_at, stored_outcomes
 from agentrl.history.sources import open_run
 from agentrl.runner.agent_spec import validate_agent
+from agentrl.scoring.functions import load_functions
 from agentrl.training.evaluation import plan_evaluation
 from agentrl.training.metrics import count_failures
 from agentrl_tracer.schemas import Json
@@ -36,6 +37,7 @@ def eval_command(*tokens: Tokens) -> None:
     """
     config = load(EvalConfig, tokens)
     validate_agent(config.agent.entrypoint, other_python=config.agent.python is not None)
+    rewards = load_functions(config.rewards)
     how, model = config.evaluation, config.model
     tasks = read_tasks(how.tasks, "evaluation.tasks", config.agent)
     planned = len(tasks) * how.samples
@@ -44,15 +46,15 @@ def eval_command(*tokens: Tokens) -> None:
     if note := greedy_note(how.samples, how.temperature):
         print_sentences(f"note: {note}")
     asks_for = model.adapter if model.answered_by else None
-    with fixed_model(config, "eval", tasks, asks_for) as made:
+    with fixed_model(config, "eval", tasks, asks_for, rewards) as made:
         rollouts = made.execute(plan_evaluation(made.task_ids, 0, how, config.run.seed))
     session = made.session
     earned = rollout_rewards(rollouts, session.store.rewards([one.id for one in rollouts])).values()
     session.store.close()
     with contextlib.closing(open_run(session.folder)) as run:
         [found] = stored_outcomes(run).values()
-    rewards = [reward for reward in earned if reward is not None]
-    scores = scores_of(found) | {"reward": fmean(rewards) if rewards else None}
+    known = [reward for reward in earned if reward is not None]
+    scores = scores_of(found) | {"reward": fmean(known) if known else None}
     problems = count_failures(rollouts)
     # Answers of another model that were sampled without a setting of the evaluation, by setting.
     refused = Counter(

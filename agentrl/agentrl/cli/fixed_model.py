@@ -16,6 +16,8 @@ from agentrl.gateway.handle import fetch_model
 from agentrl.interrupts import end_in_order
 from agentrl.runs.best_adapter import which_adapter
 from agentrl.runs.folder import RunFolder, adapter_folders
+from agentrl.scoring.functions import RewardFunction
+from agentrl.scoring.scorer import Scorer
 from agentrl.training.session import Session
 from agentrl_tracer.schemas import Call, Json, NewRollout, Rollout, SkipReason
 
@@ -28,6 +30,7 @@ class FixedModel:
     task_ids: list[str]
     calls: list[Call] = field(default_factory=list[Call])
     """Of all rollouts, in the end."""
+    scorer: Scorer | None = None
     _progress: Progress = field(default_factory=lambda: Progress(console=console, transient=True))
     _made: list[str] = field(default_factory=list[str])
 
@@ -36,6 +39,11 @@ class FixedModel:
         rollouts = self.session.execute(
             planned, lambda done, _: self._progress.update(bar, completed=done)
         )
+        if self.scorer is not None:
+            self._progress.update(bar, description="rewards")
+            self.scorer.score(
+                rollouts, lambda done, all_: self._progress.update(bar, completed=done, total=all_)
+            )
         self._progress.remove_task(bar)
         self._made += [rollout.id for rollout in rollouts]
         return rollouts
@@ -47,6 +55,7 @@ def fixed_model(
     kind: str,
     tasks: Sequence[Json],
     asks_for: str | None = None,
+    rewards: Sequence[RewardFunction] = (),
 ) -> Iterator[FixedModel]:
     """Run gateway and runners with the model or the adapters that the settings name.
 
@@ -55,6 +64,7 @@ def fixed_model(
     Args:
         kind: ``check``, ``eval`` or ``run``.
         asks_for: the model that the agent is told to ask for; by default the run's own.
+        rewards: are computed when rollouts have finished.
     """
     adapters: dict[str, Path] = {}
     if not isinstance(config, CheckConfig):
@@ -71,7 +81,9 @@ def fixed_model(
         bar = progress.add_task("starting", total=None)
         session.wait_ready(print_sentences)
         progress.remove_task(bar)
+        made.scorer = session.scorer(rewards, print_sentences)
         yield made
+        made.scorer.close()
         session.tell_lost_spans(print_sentences, last=True)
     made.calls = session.skip_calls(made._made, SkipReason.EVALUATION)
     session.store.end_run(session.run_id, "finished")

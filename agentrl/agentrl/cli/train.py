@@ -26,6 +26,7 @@ from agentrl.runner.agent_spec import validate_agent
 from agentrl.runs.circumstances import note_start
 from agentrl.runs.folder import RunFolder, how_to_fetch
 from agentrl.runs.recorded import SHELL_IN, how_to_continue
+from agentrl.scoring.functions import load_functions
 from agentrl.supervisor import SupervisedProcess
 from agentrl.timing import heavy_imports
 from agentrl.training.resume import check_resume, go_back, return_to_start, tell_changes
@@ -47,6 +48,7 @@ def train_command(*tokens: Tokens) -> None:
     if folder is not None:
         return_to_start(folder, print_line)
     validate_agent(config.agent.entrypoint, other_python=config.agent.python is not None)
+    rewards = load_functions(config.rewards)
     tasks = read_tasks(config.agent.tasks, "agent.tasks", config.agent)
     held_out = config.evaluation.tasks
     eval_tasks = read_tasks(held_out, "evaluation.tasks", config.agent) if held_out else []
@@ -81,7 +83,7 @@ def train_command(*tokens: Tokens) -> None:
         with heavy_imports():
             from agentrl.training.loop import TrainingRun, train
 
-        summary = train(TrainingRun(config, tasks, eval_tasks, session, display))
+        summary = train(TrainingRun(config, tasks, eval_tasks, session, display, rewards))
     print_block(training_report(summary))
     again = summary.ended.again if summary.ended else ()
     if summary.ended and summary.ended.rolls_back:

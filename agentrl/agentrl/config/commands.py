@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import Field, model_validator
 
 from agentrl.config import checks
-from agentrl.config.field_types import Count, HttpUrl, Positive, Store, Table
+from agentrl.config.field_types import Count, HttpUrl, Names, Positive, Store, Table
 from agentrl.config.setting_names import model_in
 from agentrl.config.settings.agent import (
     AgentSettings,
@@ -119,11 +119,25 @@ class ModelCommand(_Command):
         return next(iter(self.trained)) if len(self.trained) == 1 else None
 
 
-class TrainConfig(ModelCommand):
+class ScoredCommand(ModelCommand):
+    """What every command has whose rollouts are rewarded."""
+
+    rewards: Names = Field(default_factory=list[str])
+    """Functions that reward a rollout when it has finished, beside what the agent emits:
+    module:function, file.py:function, or model:NAME for a reward model. A function takes the
+    rollout's trace; agentrl.rewards has ready ones. The flag can be given several times."""
+
+    @model_validator(mode="after")
+    def _check_rewards(self) -> Self:
+        checks.check_rewards(self)
+        return self
+
+
+class TrainConfig(ScoredCommand):
     """A training run."""
 
     short_flags = _short(
-        "agent.tasks evaluation.tasks=eval-tasks agent.python agent.user=agent-user "
+        "agent.tasks evaluation.tasks=eval-tasks rewards agent.python agent.user=agent-user "
         "agent.sandbox=sandbox agent.harbor_agent model.name=model "
         "sampler.kind=sampler run.backend rollouts.runners rollouts.rollouts_per_process "
         "rollouts.timeout sampler.max_tokens sampler.temperature rollouts.batch_size "
@@ -173,12 +187,12 @@ class SweepConfig(TrainConfig):
     sweep: SweepSettings
 
 
-class EvalConfig(ModelCommand):
+class EvalConfig(ScoredCommand):
     """An evaluation."""
 
     short_flags = _short(
         "evaluation.tasks evaluation.samples evaluation.temperature evaluation.success_reward "
-        "agent.python agent.user=agent-user agent.sandbox=sandbox agent.harbor_agent "
+        "rewards agent.python agent.user=agent-user agent.sandbox=sandbox agent.harbor_agent "
         "model.name=model model.adapter_path model.answered_by sampler.kind=sampler "
         "sampler.max_tokens rollouts.runners rollouts.rollouts_per_process rollouts.timeout "
         "run.seed run.folder=runs"

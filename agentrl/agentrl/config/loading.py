@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from agentrl.config.commands import COMMANDS, JoinConfig, ModelCommand, TrainConfig
 from agentrl.config.errors import ConfigError, explain, unknown_setting
-from agentrl.config.field_types import split_step
+from agentrl.config.field_types import from_names, split_step
 from agentrl.config.profiles import read_profile, within
 from agentrl.config.secrets import store_url
 from agentrl.config.setting_names import flattened, nearest, settings_of
@@ -164,11 +164,16 @@ def _from_environment(command: type[BaseModel], environment: Mapping[str, str]) 
 def _from_here(settings: dict[str, Any]) -> dict[str, Any]:
     """Make the paths among settings absolute, of what is in the working directory."""
     for name, value in flattened(settings).items():
-        path, colon, function = str(value).partition(":")
-        if name in _MAY_BE_PATHS and os.path.exists(path):
-            whole = f"{Path(path).absolute()}{colon}{function}"
-            settings = _merged(settings, _nested(name, whole))
+        if name == "rewards":
+            settings = settings | {name: [_from_here_one(one) for one in from_names(value)]}
+        elif name in _MAY_BE_PATHS:
+            settings = _merged(settings, _nested(name, _from_here_one(value)))
     return settings
+
+
+def _from_here_one(value: Any) -> Any:
+    path, colon, function = str(value).partition(":")
+    return f"{Path(path).absolute()}{colon}{function}" if os.path.exists(path) else value
 
 
 def _resumed(folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:

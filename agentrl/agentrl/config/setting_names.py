@@ -37,7 +37,8 @@ class Setting:
         """Its flags, the short ones last; none for a row of a table."""
         if NAME in self.name:
             return []
-        return [flag_of(self.name), *(f"--{one}" for one in self.short)]
+        short = (f"--{one}" for one in self.short)
+        return [*dict.fromkeys([flag_of(self.name), *short])]  # ``--rewards`` is both
 
     @property
     def meaning(self) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import sqlite3
 import threading
 import time
@@ -24,7 +25,7 @@ from agentrl_tracer.schemas import Attempt, Call, CallState, Feedback, Reward, R
 from agentrl_tracer.store import Store, StoreError
 from agentrl_trainer.data.rewards import by_rollout, human_rewards, rollout_reward
 
-VERSION = 5
+VERSION = 6
 """Of the layout; a file of another version, or of another run, is made anew."""
 _STEP = 200
 """Rollouts, or served calls, that one call of ``fill`` looks at."""
@@ -42,7 +43,8 @@ COLUMNS = {
     "started_at": "REAL", "final": "INTEGER",
 }  # fmt: skip
 """Columns of the table of rollouts and their types. ``task`` is the task's place in its split,
-``tokens`` counts sampled tokens, ``rewards`` is JSON by name (people's are ``human:NAME``),
+``tokens`` counts sampled tokens, ``rewards`` is JSON by name (people's are ``human:NAME``), those
+that a re-score has set aside included,
 ``feedback`` counts how often people judged it (None: never), ``final`` is 1 once it has ended."""
 _LAYOUT = f"""
 CREATE TABLE rollout ({", ".join(f'"{name}" {kind}' for name, kind in COLUMNS.items())});
@@ -56,6 +58,7 @@ CREATE INDEX unfinished ON rollout (final, started_at) WHERE final = 0;
 CREATE INDEX judged ON rollout (id, feedback) WHERE feedback IS NOT NULL;
 CREATE TABLE call (id TEXT, rollout TEXT, started_at REAL);
 CREATE VIRTUAL TABLE said USING fts5(text, content='');
+CREATE TABLE mark (scored REAL);
 """
 _INSERT = (
     f"INSERT INTO rollout VALUES ({', '.join('?' * len(COLUMNS))}) ON CONFLICT (id) DO UPDATE SET "
@@ -172,15 +175,31 @@ class Index:
             [last] = db.execute("SELECT coalesce(max(id), '') FROM rollout").fetchone()
             running = [row["id"] for row in db.execute("SELECT id FROM rollout WHERE final = 0")]
             known = {tuple(row) for row in db.execute(_CHANGED_LATE)}
+            [mark] = db.execute("SELECT max(scored) FROM mark").fetchone()
         new = self._store.rollout_ids_after(run_id, last, _STEP)
+        # Rewards of functions come after the rollout's end.
+        scored = {} if new or mark is None else self._store.scored_since(run_id, mark)
         feedback = by_rollout(self._store.feedback(run_id))
         # A resumed run cancels rollouts that had ended.
         late = {(one, "cancelled") for one in self._store.canceled_ids(run_id)}
         late |= {(one, len(given)) for one, given in feedback.items() if one}
         self._take_in(run_id, [*new, *running], feedback, has_new_words=True)
-        again = {one for one, _ in late - known if one <= last}.difference(running)
+        again = {one for one, _ in late - known if one <= last}.union(scored).difference(running)
         self._take_in(run_id, again, feedback, has_new_words=False)
+        if scored or mark is None:
+            self._mark(max(scored.values(), default=time.time() - _COMMIT_S))
         return bool(new)
+
+    def take_again(self, ids: Collection[str]) -> None:
+        """Read rollouts whose rewards have changed."""
+        feedback = by_rollout(self._store.feedback(self._run_id))
+        self._take_in(str(self._run_id), ids, feedback, has_new_words=False)
+
+    def _mark(self, scored: float) -> None:
+        """Note up to when rewards that were computed after their rollouts are known."""
+        with self._faults_named(), self._lock, self._open() as db:
+            db.execute("DELETE FROM mark")
+            db.execute("INSERT INTO mark VALUES (?)", [scored])
 
     def _take_in(
         self, run_id: str, ids: Collection[str], feedback: Mapping[str | None, list[Feedback]], *,
@@ -248,7 +267,9 @@ def _summary(
     return [
         rollout.id, rollout.step, rollout.purpose, task_index(rollout),
         rollout.group_id, rollout.index, rollout.state.shown, rollout_reward(rollout, rewards),
-        json.dumps(by_name), len(feedback) or None, rollout.attempts, len(calls),
+        # A refused reward may be infinite, which SQLite reads in no JSON.
+        json.dumps({name: x if math.isfinite(x) else None for name, x in by_name.items()}),
+        len(feedback) or None, rollout.attempts, len(calls),
         *count_tokens(calls), took,
         ", ".join(sorted({call.agent for call in calls if call.agent})) or None,
         rollout.reason or (last.error if last else None),

@@ -7,16 +7,16 @@ kind that can be called, or a class of such objects. Each may be async.
 
 from __future__ import annotations
 
+import importlib
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from agentrl.config.errors import ConfigError
 from agentrl.config.settings.models import OtherModelSettings
 from agentrl.runner.agent_spec import AgentSpecError, load_target, parse_agent, validate_agent
-from agentrl.scoring.trace import Trace
 from agentrl_tracer.store import Store
 
 Scores = float | Mapping[str, float] | None
@@ -37,7 +37,10 @@ def group_reward(function: Function) -> Function:
 
 @dataclass(frozen=True, slots=True)
 class ScoringContext:
-    """Where rewards are computed; passed to ``connect`` of functions that have this method."""
+    """Where rewards are computed.
+
+    A function with a method ``connect(context)``, such as a judge, is told before the first score.
+    """
 
     store: Store
     run_id: str
@@ -53,22 +56,14 @@ class ScoringContext:
     """The gateway's."""
 
 
-class Connects(Protocol):
-    """A function, such as a judge, that asks models or keeps something of the run."""
-
-    def connect(self, context: ScoringContext) -> None:
-        """Take the run's surroundings; called once, before the first rollout is scored."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class RewardFunction:
     """A loaded entry of ``rewards``."""
 
     name: str
     """Of its reward, unless it returns several by name."""
-    call: Callable[[Any], Scores | Sequence[Scores] | Awaitable[Any]]
-    """Takes a ``Trace``, or the traces of a group."""
+    call: Callable[[Any], Any]
+    """Takes a ``Trace`` and returns ``Scores``, or a group's traces and returns one each."""
     compares_group: bool = False
     is_async: bool = False
     """It returns at once, with what is to be awaited."""
@@ -130,10 +125,10 @@ def as_function(entry: str, name: str, target: Any) -> RewardFunction:
 def _model_reward(name: str) -> RewardFunction:
     """Return the reward of a reward model: a run folder, or its name."""
     try:
-        from agentrl.scoring.reward_model import load_reward_model
+        module = importlib.import_module("agentrl.scoring.reward_model")
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"rewards: 'model:{name}' needs reward models, which this version does not have; "
             "give module:function"
         ) from error
-    return as_function(f"model:{name}", Path(name).name, load_reward_model(name))
+    return as_function(f"model:{name}", Path(name).name, module.load_reward_model(name))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -65,6 +66,7 @@ def evaluate_if_due(run: TrainingRun, step: int, *, last: bool = False) -> None:
             plan_evaluation(run.eval_ids, step, how, run.config.run.seed),
             lambda done, total: display.phase("evaluation", done, total),
         )
+        run.scorer.score(rollouts, partial(display.phase, "rewards"))
         ids = [rollout.id for rollout in rollouts]
         calls = run.session.skip_calls(ids, SkipReason.EVALUATION)
         scores = rollout_rewards(rollouts, run.store.rewards(ids))

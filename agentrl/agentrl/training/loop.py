@@ -15,7 +15,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -34,6 +33,7 @@ from agentrl.runs.best_adapter import held_out_of
 from agentrl.runs.folder import strict
 from agentrl.runs.metric_names import REWARD
 from agentrl.runs.summary import Ending, Summary
+from agentrl.scoring.functions import RewardFunction
 from agentrl.timing import PhaseTimer
 from agentrl.training.algorithm import update_settings
 from agentrl.training.clients import create_clients
@@ -92,7 +92,7 @@ def train_step(run: TrainingRun, step: int) -> None:
     """Sample groups of rollouts, compute advantages, update each adapter, publish its version."""
     timer, parts = PhaseTimer(), PhaseTimer()
     with timer("rollouts"):
-        taken = run.queue.take(step, partial(run.display.phase, "rollouts"))
+        taken = run.queue.take(step, run.display.phase)
     ahead = run.queue.under_way if taken.metrics["groups/ahead"] else None
     run.display.phase("learning", ahead=ahead)
     if not ahead:
@@ -212,6 +212,7 @@ class TrainingRun:
         eval_tasks: Sequence[Json],
         session: Session,
         display: TrainDisplay,
+        rewards: Sequence[RewardFunction] = (),
     ) -> None:
         self.config, self.session, self.display = config, session, display
         self.folder, self.store, self.run_id = session.folder, session.store, session.run_id
@@ -225,10 +226,11 @@ class TrainingRun:
         self._backend = create_clients(config, self.folder.root, display.note)
         self.clients = self._backend.clients
         max_length = config.learning.max_length or self._backend.context_length
+        self.scorer = session.scorer(rewards, display.note)
         self.records = StepRecords(config, self.store, max_length)
         self.queue = RolloutQueue(
             session, config, task_ids, steps=self.steps, staleness=self.records.staleness,
-            teaches=self.records.teaches,
+            teaches=self.records.teaches, scorer=self.scorer,
         )  # fmt: skip
         self.notes = StepNotes(display.note)
         self.prefix_hits = PrefixHits()
@@ -374,6 +376,7 @@ class TrainingRun:
     def finish(self, step: int, ended: Ending | None) -> Summary:
         self.session.tell_lost_spans(self.display.note, last=True)
         self.queue.close()
+        self.scorer.close()
         self.session.pool.begin_stop()  # runners end while the learning curve is drawn
         with self.timer("picture"):
             summary = summarize(self, step, ended)

@@ -19,6 +19,7 @@ import random
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from agentrl.config.commands import TrainConfig
@@ -26,6 +27,7 @@ from agentrl.training.staleness import StalenessLimit
 from agentrl_tracer.schemas import Json, NewRollout, Purpose, Rollout, SkipReason
 
 if TYPE_CHECKING:
+    from agentrl.scoring.scorer import Scorer
     from agentrl.training.session import Session
 
 OnProgress = Callable[[int, int], None]
@@ -79,14 +81,19 @@ class RolloutQueue:
     teaches: Callable[[int, list[Rollout]], bool]
     """Whether a finished group of a step carries any signal; called with
     ``resample_zero_variance``."""
+    scorer: Scorer
+    """Computes rewards of groups as soon as they have finished."""
     _tasks_drawn: int = 0
     _planned: int = 0  # steps whose groups have been planned
     _plans: list[_Group] = field(default_factory=list[_Group])  # not queued yet
     _groups: list[_Group] = field(default_factory=list[_Group])  # in queue order
     _handed_over: float | None = None
 
-    def take(self, step: int, on_progress: OnProgress) -> StepRollouts:
+    def take(self, step: int, show: Callable[[str, int, int], object]) -> StepRollouts:
         """Wait for the groups of a step; those of the next steps are running on return.
+
+        Args:
+            show: called with what goes on, "rollouts" or "rewards", and how far it is.
 
         Raises:
             RunError: runners or gateway keep dying and no rollout finishes.
@@ -99,7 +106,8 @@ class RolloutQueue:
         rollouts: list[Rollout] = []
         filled = carried_over = resampled = 0
         for rounds_left in range(how.resample_zero_variance, -1, -1):
-            taken = self._wait_for(step, how.batch_size - filled, on_progress)
+            taken = self._wait_for(step, how.batch_size - filled, partial(show, "rollouts"))
+            self.scorer.finish([group.ids for group in taken], partial(show, "rewards"))
             carried_over += sum(group.planned_for < step for group in taken)
             self._groups = [group for group in self._groups if group not in taken]
             self._move([group for group in taken if group.planned_for > step], step)
@@ -209,6 +217,8 @@ class RolloutQueue:
             nonlocal finished
             unfinished = self._unfinished(step)
             finished = [g for g in self._groups if unfinished.isdisjoint(g.ids)]
+            for group in finished:
+                self.scorer.begin(group.ids)
             enough = len(finished) == len(self._groups)  # waiting longer changes nothing
             if not enough and len(finished) >= count:
                 chosen = finished[:count]

@@ -27,6 +27,8 @@ from agentrl.runner.protocol import RunnerConfig
 from agentrl.runs.circumstances import note_failure
 from agentrl.runs.folder import RunFolder
 from agentrl.samplers.vllm.server import planned_server
+from agentrl.scoring.functions import RewardFunction, ScoringContext
+from agentrl.scoring.scorer import Scorer
 from agentrl.supervisor import SupervisedProcess
 from agentrl.timing import Waiting
 from agentrl.training.rollout_queue import CheckProgress, OnProgress
@@ -328,6 +330,14 @@ class Session:
         while not wait([future], timeout=_MAINTAIN_S).done:
             self.maintain()
         return future.result()
+
+    def scorer(self, functions: Sequence[RewardFunction], note: Callable[[str], object]) -> Scorer:
+        """Return what computes rewards of this run's rollouts."""
+        context = ScoringContext(
+            self.store, self.run_id, self.folder.root, note, self.config.models, self.gateway.url,
+            self._plan.operator_key,
+        )  # fmt: skip
+        return Scorer(functions, context, wait=self.result)
 
     def how_to_join(self) -> str | None:
         """Return the command that adds runners; None where the gateway is not set up for any."""

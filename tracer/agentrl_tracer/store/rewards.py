@@ -1,13 +1,16 @@
-"""Store rewards: those that agents emit, those that a policy gives, and feedback of people."""
+"""Store rewards: those that agents emit, those that functions compute from finished rollouts, those
+that a policy gives, and feedback of people.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import time
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 
 import sqlalchemy as sa
 
-from agentrl_tracer.schemas import POLICY_REWARD_KEY, Feedback, Reward
+from agentrl_tracer.schemas import ASIDE, POLICY_REWARD_KEY, SCORED, Feedback, Reward
 from agentrl_tracer.store import tables as t
 from agentrl_tracer.store.database import Database
 
@@ -23,6 +26,46 @@ class RewardStore:
         """Return the rewards of these rollouts in order of creation."""
         query = sa.select(t.rewards).where(self.db.among(t.rewards.c.rollout_id, rollout_ids))
         return [Reward(**row) for row in self.db.fetch(query.order_by(t.rewards.c.created_at))]
+
+    def set_scores(
+        self, attempt_ids: Collection[str], functions: Collection[str], scores: Sequence[Reward], *,
+        alone: bool = False,
+    ) -> int:  # fmt: skip
+        """Replace what ``functions`` gave some attempts by ``scores``; return how many it replaced.
+
+        Args:
+            alone: set all other rewards of these attempts aside; else they all count.
+        """
+        key, mine = t.rewards.c.key, self.db.among(t.rewards.c.attempt_id, attempt_ids)
+        earlier = sa.or_(
+            *(
+                key.startswith(f"{aside}{SCORED}{name}:", autoescape=True)
+                for name in functions
+                for aside in ("", ASIDE)
+            )
+        )
+        is_aside = key.startswith(ASIDE)
+        update = t.rewards.update().where(mine, ~is_aside if alone else is_aside)
+        changed = sa.literal(ASIDE).concat(key) if alone else sa.func.substr(key, len(ASIDE) + 1)
+
+        def work(c: sa.Connection) -> int:
+            replaced = c.execute(t.rewards.delete().where(mine, earlier)).rowcount
+            c.execute(update.values(key=changed))
+            now = time.time()  # of the transaction: ``scored_since`` misses none
+            rows = [asdict(one) | {"created_at": now + at / 1e6} for at, one in enumerate(scores)]
+            if rows:
+                c.execute(self.db.upsert(t.rewards), rows)
+            return replaced
+
+        return self.db.transact(work)
+
+    def scored_since(self, run_id: str, since: float) -> dict[str, float]:
+        """Return the run's rollouts with rewards that were computed after ``since``, and when."""
+        r = t.rewards.c
+        own = sa.select(t.rollouts.c.id).where(t.rollouts.c.run_id == run_id)
+        query = sa.select(r.rollout_id, sa.func.max(r.created_at)).group_by(r.rollout_id)
+        query = query.where(r.key.startswith(SCORED), r.created_at > since, r.rollout_id.in_(own))
+        return {row[0]: row[1] for row in self.db.fetch_rows(query)}
 
     def add_feedback(self, given: Feedback) -> None:
         """Keep one person's feedback beside all that was given before."""

@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import TypeVar
 
 from agentrl_tracer.schemas import (
+    ASIDE,
     HUMAN_REWARD_KEY,
     POLICY_REWARD_KEY,
     Call,
@@ -30,14 +31,20 @@ def by_rollout(records: Iterable[Record]) -> defaultdict[str | None, list[Record
     return found
 
 
-def winning_rewards(rollout: Rollout, rewards: Sequence[Reward]) -> list[Reward]:
+def winning_rewards(
+    rollout: Rollout, rewards: Sequence[Reward], *, aside: bool = False
+) -> list[Reward]:
     """Select the rewards of the winning attempt; none without a winner.
 
     A policy's reward (``on_error = -1``) replaces what the attempt had emitted before it failed.
+
+    Args:
+        aside: include those that a re-score has set aside, which do not count.
     """
     if rollout.state is not RolloutState.SUCCEEDED:
         return []
     won = [reward for reward in rewards if reward.attempt_id == rollout.winner]
+    won = [reward for reward in won if aside or not reward.key.startswith(ASIDE)]
     return [reward for reward in won if reward.key == POLICY_REWARD_KEY] or won
 
 

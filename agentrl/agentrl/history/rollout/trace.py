@@ -15,7 +15,16 @@ from pathlib import Path
 
 from agentrl.runs.excerpts import excerpt, text_of
 from agentrl_tracer.conventions import NOTE_DATA, NOTE_NAME, NOTE_SPAN, OUTPUT, REWARD_SPAN
-from agentrl_tracer.schemas import Attempt, AttemptState, Call, CallState, Reward, Rollout, Span
+from agentrl_tracer.schemas import (
+    ASIDE,
+    Attempt,
+    AttemptState,
+    Call,
+    CallState,
+    Reward,
+    Rollout,
+    Span,
+)
 from agentrl_tracer.store import Store
 from agentrl_trainer.data.rewards import winning_rewards
 
@@ -106,9 +115,9 @@ def count_tokens(calls: Sequence[Call]) -> tuple[int, int]:
 
 
 def earned_by_name(rollout: Rollout, rewards: Sequence[Reward]) -> dict[str, float]:
-    """Sum the rewards of the winning attempt by their names."""
+    """Sum the rewards of the winning attempt by their names, those set aside included."""
     sums: dict[str, float] = {}
-    for reward in winning_rewards(rollout, rewards):
+    for reward in winning_rewards(rollout, rewards, aside=True):
         sums[reward.name] = sums.get(reward.name, 0.0) + reward.value
     return sums
 
@@ -172,7 +181,8 @@ def _add_records(
 
 def _attempt_node(attempt: Attempt, calls: Sequence[Call], rewards: Sequence[Reward]) -> Node:
     unpaid = "no reward" if attempt.state is AttemptState.SUCCEEDED else ""
-    earned = f"reward {sum(one.value for one in rewards):+g}" if rewards else ""
+    counted = [one.value for one in rewards if not one.key.startswith(ASIDE)]
+    earned = f"reward {sum(counted):+g}" if counted else ""
     read, sampled = count_tokens(calls)
     details = [
         (attempt.state.shown, f"state {attempt.state.shown}"),
@@ -218,5 +228,7 @@ def _call_node(call: Call) -> Node:
 
 def _reward_node(reward: Reward) -> Node:
     name = "" if reward.name == "reward" else reward.name
-    details, at = [(name, ""), (reward.explanation or "", "faint")], reward.created_at
+    aside = "set aside" if reward.key.startswith(ASIDE) else ""
+    details = [(name, ""), (aside, "faint"), (reward.explanation or "", "faint")]
+    at = reward.created_at
     return Node(reward, "reward", f"reward {reward.value:+g}", details, at, at)
