@@ -64,7 +64,7 @@ class Bench:
         judge.connect(
             ScoringContext(
                 self.gateway.store, self.gateway.run_id, self.folder, self.notes.append,
-                models, url, OPERATOR_KEY,
+                models, url, OPERATOR_KEY, ["base", "policy"],
             )
         )  # fmt: skip
         return judge

@@ -11,7 +11,7 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
@@ -107,12 +107,13 @@ class Asker:
         self._tally, self._model, self._options = tally, model, options
         self._max_calls, self._max_cost = max_calls, max_cost
         self._is_own = model not in context.models  # our sampler answers
-        self._url = context.gateway  # None: only recorded judgments answer
-        self._headers = {"content-type": "application/json"}
-        if context.operator_key:
-            self._headers["authorization"] = f"Bearer {context.operator_key}"
-        if self._url:
-            self._check_model()
+        self._url, self._key = context.gateway, context.operator_key
+        known = [*context.models, *context.own_models]
+        if self._url and model not in known:  # the gateway would ask the policy instead
+            raise ConfigError(
+                f"judge {tally.judge}: got model {model!r}, which is none of {', '.join(known)}; "
+                f"add it as [models.{model}]"
+            )
         self._threads = ThreadPoolExecutor(_AT_ONCE, f"judge {tally.judge}")
         self._known: dict[tuple[str, int | None], Answer] = {}
         self._newest: dict[str, Answer] = {}  # by request, whatever version answered
@@ -145,19 +146,6 @@ class Asker:
         with self._path.open("a") as file:
             file.write(json.dumps(asdict(answer)) + "\n")
         return answer
-
-    def _check_model(self) -> None:
-        """Refuse a name that the gateway would take for the policy's (``accept_any_model``)."""
-        try:
-            listed = self._request("GET", "models", timeout=5.0)["data"]
-        except (httpx.HTTPError, ValueError, KeyError):
-            return  # it is away: requests will tell
-        known = sorted(one["id"] for one in listed)
-        if self._model not in known:
-            raise ConfigError(
-                f"judge {self._tally.judge}: got model {self._model!r}, which is none of "
-                f"{', '.join(known)}; add it as [models.{self._model}]"
-            )
 
     def _body(self, messages: Sequence[Json], schema: Json) -> Json:
         named = {"name": "judgment", "strict": True, "schema": schema}
@@ -219,19 +207,16 @@ class Asker:
         return Answer(key, version, self._tally.judge, text, ended, said["id"], cost)
 
     def _post(self, body: Json, about: str) -> Json:
-        named = {AGENT_HEADER: quote(f"judge.{self._tally.judge}"), REQUEST_HEADER: about}
-        content = json.dumps(body).encode()
-        return self._request("POST", "chat/completions", content=content, headers=named)
-
-    def _request(
-        self, method: str, path: str, *, content: bytes | None = None,
-        headers: Mapping[str, str] | None = None, timeout: float = _LONGEST_S,
-    ) -> Json:  # fmt: skip
-        """Ask the gateway, which speaks plain HTTP: certificates would take 20 ms to load."""
-        headers = {**self._headers, **(headers or {})}
-        with httpx.Client(verify=False, trust_env=False, timeout=timeout) as client:
-            got = client.request(method, f"{self._url}/v1/{path}", content=content, headers=headers)
-            return got.raise_for_status().json()
+        headers = {
+            "authorization": f"Bearer {self._key}",
+            "content-type": "application/json",
+            AGENT_HEADER: quote(f"judge.{self._tally.judge}"),
+            REQUEST_HEADER: about,
+        }
+        # The gateway speaks plain HTTP to this machine: certificates would take 20 ms to load.
+        with httpx.Client(verify=False, trust_env=False, timeout=_LONGEST_S) as client:
+            url, content = f"{self._url}/v1/chat/completions", json.dumps(body).encode()
+            return client.post(url, content=content, headers=headers).raise_for_status().json()
 
     def _cost(self, call_id: str) -> float:
         """Return the dollars of a recorded call."""

@@ -109,6 +109,7 @@ def train_step(run: TrainingRun, step: int) -> None:
     outcomes = run.store.outcomes(run.run_id, step=step, purpose=Purpose.TRAIN)
     report_step_failures(run, step, taken.rollouts, calls, whole, outcomes)
     row = step_row(step, taken, calls, batches, passes, outcomes, run.records.staleness)
+    row |= run.scorer.take_metrics()
     row |= run.prefix_hits.metrics(run.session.gateway.health())
     row |= {"learning_rate": run.learning_rate(step), **seconds_row(timer), **seconds_row(parts)}
     run.guards.after_step(row, calls, taken.rollouts, whole.rewards)
