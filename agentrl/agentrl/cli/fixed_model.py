@@ -83,6 +83,8 @@ def fixed_model(
         progress.remove_task(bar)
         made.scorer = session.scorer(rewards, print_sentences)
         yield made
+        if counted := made.scorer.take_metrics():
+            print_sentences(", ".join(f"{name} {value:g}" for name, value in counted.items()))
         made.scorer.close()
         session.tell_lost_spans(print_sentences, last=True)
     made.calls = session.skip_calls(made._made, SkipReason.EVALUATION)

@@ -85,10 +85,12 @@ class Budget:
         self._mark = self.spent()
         self._settled = {Purpose.TRAIN: step, Purpose.EVAL: step if evaluated else step - 1}
 
-    def settle(self, purpose: Purpose, step: int, calls: Iterable[Call]) -> None:
-        """Add the calls of a finished step or evaluation."""
+    def settle(
+        self, purpose: Purpose, step: int, calls: Iterable[Call], dollars: float = 0.0
+    ) -> None:
+        """Add the calls of a finished step or evaluation, and other ``dollars`` spent with it."""
         self._settled[purpose] = step
-        self._spent += self._used(calls)
+        self._spent += self._used(calls) + Spent(dollars=dollars)
         now = self.spent()
         self._last[purpose] = now - self._mark
         self._mark = now

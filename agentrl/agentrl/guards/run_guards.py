@@ -91,7 +91,7 @@ class Guards:
         self._collapse = next((alert for alert in alerts if alert.collapse), None)
         self._tell(alerts, before)
         row |= {alert.metric: 1.0 for alert in alerts}
-        self.budget.settle(Purpose.TRAIN, row["step"], calls)
+        self.budget.settle(Purpose.TRAIN, row["step"], calls, _judges_cost(row))
 
     def after_evaluation(self, row: dict[str, Any], calls: Sequence[Call]) -> None:
         """Add the alerts to an evaluation's row."""
@@ -102,7 +102,7 @@ class Guards:
         self._tell(alerts, self._evaluation)
         row |= {alert.metric: 1.0 for alert in alerts}
         self._evaluation = row
-        self.budget.settle(Purpose.EVAL, row["step"], calls)
+        self.budget.settle(Purpose.EVAL, row["step"], calls, _judges_cost(row))
 
     def _tell(self, alerts: Sequence[Alert], before: Mapping[str, Any]) -> None:
         """Show alerts that the row before did not have."""
@@ -148,3 +148,8 @@ class Guards:
             return Ending("guards.on_collapse", said, again=again, rolls_back=True)
         said = f"{alert.metric}; step {best} is the best"
         return Ending("guards.on_collapse", said, again=again)
+
+
+def _judges_cost(row: Mapping[str, Any]) -> float:
+    """Return the dollars of the judges, whose calls belong to no rollout."""
+    return sum(row[name] for name in row if name.startswith("judge/") and name.endswith("/cost"))

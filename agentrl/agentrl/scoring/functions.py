@@ -42,6 +42,7 @@ class ScoringContext:
     """Where rewards are computed.
 
     A function with a method ``connect(context)``, such as a judge, is told before the first score.
+    What its method ``take_metrics()`` returns goes into the step's metrics.
     """
 
     store: Store
@@ -56,6 +57,8 @@ class ScoringContext:
     """URL of the running gateway; None where recorded rollouts are scored again."""
     operator_key: str | None = None
     """The gateway's."""
+    own_models: Sequence[str] = ()
+    """Names that the run's own sampler answers to: of the base model and the adapters."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,6 +102,11 @@ class Scorer:
         groups = groupby(rollouts, key=lambda one: one.group_id)
         self.finish([[one.id for one in members] for _, members in groups], on_progress)
 
+    def take_metrics(self) -> dict[str, float]:
+        """Return what the functions have counted since the last time."""
+        takers = (getattr(one.call, "take_metrics", None) for one in self.functions)
+        return dict(chain.from_iterable(take().items() for take in takers if take))
+
     def close(self) -> None:
         """Give up what is under way, and say how often functions failed in all."""
         for future in self._under_way.values():

@@ -100,7 +100,7 @@ class Trainer(TrainingRun):
         return self.guards.why_end() or self.queue.curriculum.why_end()
 
     def train_step(self, step: int) -> None:
-        """Sample groups of rollouts, compute advantages, update each adapter, publish its version."""
+        """Sample groups of rollouts, compute advantages, update each adapter, publish it."""
         timer, parts = PhaseTimer(), PhaseTimer()
         with timer("rollouts"):
             taken = self.sample(step)
@@ -122,6 +122,7 @@ class Trainer(TrainingRun):
         report_step_failures(self, step, taken.rollouts, calls, whole, outcomes)
         row = step_row(step, taken, calls, batches, passes, outcomes, self.records.staleness)
         row |= self.queue.curriculum.metrics()
+        row |= self.scorer.take_metrics()
         row |= self.prefix_hits.metrics(self.session.gateway.health())
         row |= {
             "learning_rate": self.learning_rate(step),

@@ -333,9 +333,10 @@ class Session:
 
     def scorer(self, functions: Sequence[RewardFunction], note: Callable[[str], object]) -> Scorer:
         """Return what computes rewards of this run's rollouts."""
+        plan = self._plan
         context = ScoringContext(
             self.store, self.run_id, self.folder.root, note, self.config.models, self.gateway.url,
-            self._plan.operator_key,
+            plan.operator_key, [plan.model.name, *plan.base_names, *plan.adapters],
         )  # fmt: skip
         return Scorer(functions, context, wait=self.result)
 

@@ -127,6 +127,11 @@ class CallStore(VerdictStore, RewardStore):
                     self.db.insert_records(c, t.rewards, item.rewards)
         return states
 
+    def add_spans(self, spans: Sequence[Span]) -> None:
+        """Keep what is said of attempts that are over; a span that is kept already stays."""
+        with self.db.write_hot() as c:
+            self.db.insert_records(c, t.spans, spans)
+
     def _attempt_states(self, c: Any, ids: Collection[Any]) -> dict[str, AttemptState]:
         """Return the states of the attempts that exist."""
         if not ids:

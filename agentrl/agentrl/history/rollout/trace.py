@@ -165,7 +165,9 @@ def _add_records(
     shown = [span for span in spans if span.name != REWARD_SPAN]
     nodes = {span.span_id: _span_node(span) for span in shown}
     by_response = {span.attributes.get("gen_ai.response.id"): span.span_id for span in shown}
-    root = next((span.span_id for span in shown if span.parent_span_id is None), None)
+    # A judge's note, left after the attempt, has no parent either.
+    begins = (span for span in shown if span.parent_span_id is None and span.name != NOTE_SPAN)
+    root = next((span.span_id for span in begins), None)
     below: dict[str | None, list[Node]] = defaultdict(list)
     for span in shown:
         parent = span.parent_span_id if span.parent_span_id in nodes else None
