@@ -225,6 +225,8 @@ def check_sft(config: SftConfig) -> None:
          "data.best_of: has no effect without data.from_run, whose rollouts have tasks"),
         (data.where is not None and data.from_run is None,
          "data.where: has no effect without data.from_run, whose rollouts it selects"),
+        (data.train_on == "tagged" and data.source is None,
+         "data.train_on: tagged needs data.source, whose messages have tags"),
         (config.evaluation.patience is not None and data.held_out is None,
          "evaluation.patience: has no effect without data.held_out, whose loss it looks at"),
     )  # fmt: skip

@@ -241,6 +241,7 @@ class ServeConfig(ModelCommand):
 
 class OfflineConfig(_Command):
     """What every command has that trains on examples which are there already."""
+
     model: ModelSettings = ModelSettings()
     learning: OfflineLearningSettings = OfflineLearningSettings()
     evaluation: OfflineEvaluationSettings = OfflineEvaluationSettings()
@@ -252,7 +253,7 @@ class SftConfig(OfflineConfig):
 
     short_flags = _short(
         "data.source=data data.from_run data.where data.best_of data.from_served data.held_out "
-        "data.train_on data.renderer model.name=model learning.epochs learning.batch_size "
+        "data.train_on model.name=model model.chat_template learning.epochs learning.batch_size "
         "learning.learning_rate learning.rank evaluation.every evaluation.patience run.seed "
         "run.name run.folder=runs"
     )

@@ -1,6 +1,5 @@
 """Read a command's settings: flags win over the environment, that over the file, that over a
-profile's and a resumed run's settings. What each setting means is ``settings``'s. Read task files
-too.
+profile's and a resumed run's settings. What each setting means is ``settings``'s.
 """
 
 from __future__ import annotations
@@ -82,9 +81,7 @@ def resume_of(tokens: Sequence[str], command: str = "train") -> Path | None:
     return _parse_flags(COMMANDS[command], tokens)[0]["resume"]
 
 
-def _parse_flags(
-    command: type[Table], tokens: Sequence[str]
-) -> tuple[dict[str, Any], list[str]]:
+def _parse_flags(command: type[Table], tokens: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Return the flags by the setting's name, and the agent where one is given."""
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
     parser.add_argument("--config", type=Path)
@@ -209,36 +206,6 @@ def _resumed(command: type[Table], folder: Path, given: Mapping[str, Any]) -> di
         if given.get("algorithm", {}).get(what, algorithm[what]) != algorithm[what]:
             algorithm.pop(table_of(algorithm[what]), None)
     return settings
-
-
-# ---- tasks
-
-
-def load_tasks(path: Path, field: str) -> list[Json]:
-    """Return the tasks in a JSON-lines file.
-
-    Raises:
-        ConfigError: names ``field``, the file and the line that cannot be read.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigError(f"{field}: cannot read {str(path)!r}: {error.strerror}") from error
-    tasks: list[Json] = []
-    for number, line in enumerate(lines, start=1):
-        where = f"{field}: {path}, line {number} is"
-        try:
-            task = json.loads(line) if line.strip() else None
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{where} not JSON: {error.msg}") from error
-        if isinstance(task, dict):
-            tasks.append(task)
-        elif line.strip():
-            kind = type(task).__name__
-            raise ConfigError(f'{where} a JSON {kind}; give an object, like {{"n": 1}}')
-    if not tasks:
-        raise ConfigError(f"{field}: {path} holds no tasks")
-    return tasks
 
 
 def steps_of(config: TrainConfig, tasks: Sequence[Json]) -> int:

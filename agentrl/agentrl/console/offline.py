@@ -83,9 +83,7 @@ def offline_report(summary: OfflineSummary, model: ModelSettings) -> Group:
     rows.append(("time", f"{summary.seconds:.0f} s"))
     paths = [("curve", folder.picture), ("adapter", folder.adapter)]
     paths += [("best adapter", folder.best_adapter)] if known else []
-    places = [
-        whole((f"{name:<{NAME_WIDTH}}  ", "dim"), shown(path)) for name, path in paths
-    ]
+    places = [whole((f"{name:<{NAME_WIDTH}}  ", "dim"), shown(path)) for name, path in paths]
     adapter = folder.best_adapter if known else folder.adapter
     name = "" if model.name == "agentrl-tiny" else f" --model {model.name}"
     evaluate = f"agentrl eval AGENT --tasks TASKS --adapter-path {shown(adapter)}{name}"

@@ -68,7 +68,8 @@ def run_offline(
     with heavy_imports():
         from agentrl_trainer.models.loading import load_facts
 
-    facts = load_facts(config.model.name, trust_remote_code=config.model.trust_remote_code)
+    how = {"trust_remote_code", "chat_template"}
+    facts = load_facts(config.model.name, **config.model.model_dump(include=how))
     prepared = prepare(facts)
     if folder is None:
         folder = RunFolder.create(config.run.folder, config.run.name, kind)
@@ -110,9 +111,7 @@ def _changes(folder: RunFolder, config: OfflineConfig) -> dict[str, tuple[object
 
 
 @contextmanager
-def _registered(
-    folder: RunFolder, config: OfflineConfig, kind: str
-) -> Iterator[tuple[Store, str]]:
+def _registered(folder: RunFolder, config: OfflineConfig, kind: str) -> Iterator[tuple[Store, str]]:
     """Lend the run's store and its id, new or as the folder has it; note there how it ends."""
     settings = as_recorded(config.model_dump(mode="json"))
     with closing(Store(str(folder.store))) as store:

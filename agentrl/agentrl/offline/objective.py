@@ -9,9 +9,6 @@ from agentrl_trainer.client import AdamParams, TrainingClient
 
 E = TypeVar("E", contravariant=True)
 
-LOSS = "loss"
-HELD_OUT_LOSS = "eval/loss"
-
 
 class Objective(Protocol[E]):
     """How examples become updates. It keeps no state: a resumed run makes a new one."""

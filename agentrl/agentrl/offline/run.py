@@ -13,18 +13,19 @@ import math
 import random
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Generic, Protocol, TypeVar
 
 from agentrl.config.commands import OfflineConfig
 from agentrl.config.errors import ConfigError
-from agentrl.offline.objective import HELD_OUT_LOSS, LOSS, Objective
+from agentrl.offline.objective import Objective
 from agentrl.process_privacy import private_files
 from agentrl.runs.best_adapter import keep_best
 from agentrl.runs.folder import RunFolder, strict
 from agentrl.runs.learning_curve import draw_learning_curve
+from agentrl.runs.metric_names import HELD_OUT_LOSS, LOSS
 from agentrl.training.clients import TrainingClients
 from agentrl.training.metrics import finite_numbers
 from agentrl.training.session import RunError

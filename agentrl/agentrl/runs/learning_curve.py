@@ -53,8 +53,9 @@ def draw_learning_curve(
             right.set_ylim(-0.04, 1.1)
         right.spines[["top"]].set_visible(False)
         right.plot(*zip(*measured, strict=True), "o--", color=_HELD_OUT_COLOR, markersize=4.5)
+        last = format(measured[-1][1], ".0%" if share else ".3g")
         right.annotate(
-            f"{measured[-1][1]:{'.0%' if share else '.3g'}}", measured[-1], textcoords="offset points", xytext=(0, 6),
+            last, measured[-1], textcoords="offset points", xytext=(0, 6),
             ha="right", color=_HELD_OUT_COLOR,
         )  # fmt: skip
     temporary = path.with_suffix(".tmp.png")

@@ -73,7 +73,9 @@ def state_of(folder: RunFolder, run: Json) -> str:
     return "pruned" if state == "interrupted" and folder.pruned.exists() else state
 
 
-CONTINUED = ("train", "sft", "prefer", "reward-model")
+OFFLINE = ("sft", "prefer", "reward-model")
+"""Kinds of runs that train on examples: no rollouts are made."""
+CONTINUED = ("train", *OFFLINE)
 """Kinds of runs that the command of the same name continues."""
 
 

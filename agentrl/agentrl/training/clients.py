@@ -96,7 +96,8 @@ def local_clients(
     """
     service = ServiceClient(
         folder=folder, device=model.device, dtype=model.dtype, load_in_4bit=model.load_in_4bit,
-        trust_remote_code=model.trust_remote_code, token_budget=learning.micro_batch_tokens,
+        trust_remote_code=model.trust_remote_code, chat_template=model.chat_template,
+        token_budget=learning.micro_batch_tokens,
         gradient_checkpointing=learning.gradient_checkpointing, value=value,
     )  # fmt: skip
     clients = _adapters(service, model.name, learning.rank, names, seed, alpha=learning.alpha)
@@ -127,7 +128,8 @@ def _on_tinker(config: TrainConfig, folder: Path) -> TrainingClients:
 
     model = config.model.name
     source = config.tinker.tokenizer or model
-    facts = load_facts(source, trust_remote_code=config.model.trust_remote_code)
+    how = {"trust_remote_code", "chat_template"}
+    facts = load_facts(source, **config.model.model_dump(include=how))
     rate = config.learning.learning_rate
     if rate is None:
         parameters = count_parameters(source, config.learning.rank) or parameters_in_name(model)

@@ -28,6 +28,3 @@ class SftDataSettings(Table):
     train_on: Literal["all", "last", "tagged"] = "all"
     """Which answers of a chat train: all; the last; or only those that have a weight, which is 0 or
     more. Weights count with all and last too."""
-    renderer: Literal["auto", "role_colon"] = "auto"
-    """How chats become tokens: by the model's chat template, as the gateway does it; or as `User:`
-    and `Assistant:` paragraphs, for base models without a template."""
