@@ -59,7 +59,7 @@ def show_run(to: Console, run: OpenRun) -> None:
         print_line((how_to_continue(run.folder, row["kind"]), "cyan"), to=to)
     steps = [{**known, "step": step} for step, known in store.metrics(run.id).items()]
     if row["kind"] in OFFLINE:
-        columns = f"step epoch {LOSS}:.4f {HELD_OUT_LOSS}:.4f {HELD_OUT}:.1%"
+        columns = f"step epoch:.0f {LOSS}:.4f {HELD_OUT_LOSS}:.4f {HELD_OUT}:.1%"
         print_rows(to, steps, columns, expendable=HELD_OUT, apart=True)
         return
     columns = f"step {REWARD}:+.3f {HELD_OUT}:.0% calls:.0f calls/trained:.0f groups/used:.0f"

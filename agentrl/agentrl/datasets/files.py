@@ -7,6 +7,7 @@ of what records mean.
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -91,7 +92,7 @@ def _json(text: str, what: str) -> Any:
 
 def _csv(path: Path, text: str, field: str) -> Iterator[tuple[str, Any]]:
     csv.field_size_limit(2**31 - 1)
-    lines = csv.DictReader(text.splitlines(keepends=True), strict=True)
+    lines = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     try:
         for number, row in enumerate(lines, start=1):
             where = f"{path}, row {number}"
