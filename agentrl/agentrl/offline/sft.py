@@ -104,7 +104,7 @@ def _fitting(found: Samples, longest: int, what: str) -> list[Sample]:
     fitting = [one for one in found.kept if len(one.row.tokens) <= longest]
     too_long = Counter({f"rows longer than {longest:,} tokens": len(found.kept) - len(fitting)})
     left_out = found.left_out + too_long
-    said = "; ".join(f"{count:,} {why}" for why, count in left_out.items())
+    said = "; ".join(f"{count:,} {why}" for why, count in left_out.items() if count)
     if not fitting:
         raise ConfigError(f"data: there are no {what}" + (f": left out are {said}" if said else ""))
     if said:
