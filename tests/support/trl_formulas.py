@@ -163,7 +163,7 @@ def offline(kind: type, args: dict, **attributes: object) -> object:
 
 def preference(loss: str, args: dict, batch: dict) -> dict:
     """The loss of pairs from the log-probs of their tokens [pairs, T], in two policies."""
-    chosen, rejected = (torch.tensor(batch[of], requires_grad=True) for of in ("chosen", "rejected"))
+    chosen, rejected = (torch.tensor(batch[of], requires_grad=True) for of in _BOTH)
     value, metrics = _LOSSES[loss](args, chosen, rejected, batch)
     value.backward()
     return {

@@ -16,9 +16,6 @@ from torch.nn.functional import logsigmoid
 from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.learner.losses import CustomLoss
 
-HEAD_KEY = "score.weight"
-"""The head's name in a model of transformers, [1, hidden]."""
-
 
 class RewardHead(nn.Module):
     """``[N, hidden] -> [N]`` float32.
@@ -40,8 +37,8 @@ class RewardHead(nn.Module):
 def score_row(tokens: Sequence[int], adapter: str = "default") -> TrainingRow:
     """Make the row by which a learner with reward heads scores ``tokens``.
 
-    The learner reads what it would predict the next token from. So the row has one token more, which
-    is marked as trained, and whose value is never read.
+    The learner reads what it would predict the next token from. So the row has one token more that
+    is marked as trained, whose value is never read.
     """
     size = len(tokens) + 1
     mask = [False] * len(tokens) + [True]
