@@ -44,7 +44,8 @@ def findings(
         rewards: by rollout; None: it has none.
     """
     source = config.tinker.tokenizer or config.model.name
-    known = load_facts(source, trust_remote_code=config.model.trust_remote_code)
+    told = {"trust_remote_code", "chat_template"}
+    known = load_facts(source, **config.model.model_dump(include=told))
     renderer, how = Renderer(known.tokenizer), config.rollouts
     marks, adapter = thought_marks(renderer), next(iter(config.trained))
     mine, count = [call for call in answered(calls) if call.prompt_ids], len(rollouts)

@@ -29,6 +29,7 @@ _COMMANDS = {  # with settings: they read their own flags, see config/loading.py
     "train": "Train a LoRA adapter for an agent.",
     "check": "Try an agent and its tasks before a training: what works, what fits, what to expect.",
     "sweep": "Search for the best values of settings: each trial is a training run.",
+    "sft": "Train a LoRA adapter on chats, or on the good rollouts of a run.",
     "eval": "Run an agent on tasks and count its successes.",
     "run": "Run an agent on one task and print its trace.",
     "serve": "Serve a model, with or without a trained adapter, over the OpenAI API.",
@@ -76,12 +77,12 @@ def _keep_secrets(tokens: list[str]) -> None:
 
 def _print_help(name: str, *, everything: bool) -> None:
     """Print what a command does and its flags: the short ones, or all of them."""
-    from agentrl.config.commands import COMMANDS
+    from agentrl.config.commands import COMMANDS, is_resumable
     from agentrl.config.setting_names import settings_of
 
     command = COMMANDS[name]
     module, _, function = _place_of(name).partition(":")
-    agent = "" if name == "serve" else "AGENT "
+    agent = "AGENT " if "agent" in command.model_fields else ""
     description = inspect.getdoc(getattr(importlib.import_module(module), function)) or ""
     for paragraph in (f"Usage: agentrl {name} {agent}[FLAGS]", *description.split("\n\n")):
         console.print(" ".join(paragraph.split()) + "\n", markup=False, highlight=False)
@@ -98,7 +99,7 @@ def _print_help(name: str, *, everything: bool) -> None:
             meaning = default + said.rstrip(".").replace("[", r"\[") + "."
             table.add_row(setting.flags[not everything], meaning)
     for flag, meaning in _HELP_OF_FLAGS.items():
-        if flag != "--resume" or name == "train":
+        if flag != "--resume" or is_resumable(command):
             table.add_row(flag, meaning)
     print_block(table)
 

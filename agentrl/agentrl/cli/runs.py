@@ -29,7 +29,7 @@ from agentrl.history.rollout_table import Query, find_rollouts
 from agentrl.history.run_list import RunList
 from agentrl.history.sources import OpenRun, Sources, open_run
 from agentrl.runs.folder import RunFolder
-from agentrl.runs.recorded import how_to_continue, shown
+from agentrl.runs.recorded import CONTINUED, how_to_continue, shown
 from agentrl_tracer.store import Store, StoreError
 
 _OPTION = Parameter(show_default=False)
@@ -64,8 +64,9 @@ def list_command(runs: RunsPath = Path("runs"), *, json: AsJson = False) -> None
     found = sorted(found, key=lambda run: run.name)
     _print(found, json, screen.show_runs, "" if faults else f"no runs in {runs}")
     for run in () if json else found:
-        if run.state == "interrupted" and run.kind == "train":
-            print_line(f"{run.name} was interrupted; {how_to_continue(RunFolder(runs / run.name))}")
+        if run.state == "interrupted" and run.kind in CONTINUED:
+            command = how_to_continue(RunFolder(runs / run.name), run.kind)
+            print_line(f"{run.name} was interrupted; {command}")
     _raise(faults)
 
 

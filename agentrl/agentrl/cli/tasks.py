@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from agentrl.config.errors import ConfigError
-from agentrl.config.loading import load_tasks
 from agentrl.config.settings.agent import AgentSettings
+from agentrl.datasets.files import load_tasks
 from agentrl.runner.agent_spec import parse_agent
 from agentrl.runner.coding_tasks.harbor import PREFIX, harbor_tasks
 from agentrl.runner.coding_tasks.sandbox import check_bubblewrap

@@ -15,7 +15,7 @@ from agentrl.config.settings.algorithm import AlgorithmSettings, table_of
 from agentrl_trainer.names import check_name
 
 if TYPE_CHECKING:
-    from agentrl.config.commands import ModelCommand, TrainConfig
+    from agentrl.config.commands import ModelCommand, SftConfig, TrainConfig
 
 _LOCAL_ONLY = {
     "model.device": "the model runs on Tinker",
@@ -207,3 +207,26 @@ def check_models(config: ModelCommand) -> None:
                     f"adapters.{name}.agents: {agent!r} trains {owner[agent]} already; an agent "
                     "trains one adapter"
                 )
+
+
+# ---- agentrl sft
+
+
+def check_sft(config: SftConfig) -> None:
+    data = config.data
+    given = [one for one in ("source", "from_run", "from_served") if getattr(data, one) is not None]
+    if len(given) != 1:
+        raise ValueError(
+            f"data.{given[1] if given else 'source'}: give one of --data FILE, --from-run RUN and "
+            f"--from-served STORE, not {'several' if given else 'none'}"
+        )
+    _refuse(
+        (data.best_of is not None and data.from_run is None,
+         "data.best_of: has no effect without data.from_run, whose rollouts have tasks"),
+        (data.where is not None and data.from_run is None,
+         "data.where: has no effect without data.from_run, whose rollouts it selects"),
+        (data.train_on == "tagged" and data.source is None,
+         "data.train_on: tagged needs data.source, whose messages have tags"),
+        (config.evaluation.patience is not None and data.held_out is None,
+         "evaluation.patience: has no effect without data.held_out, whose loss it looks at"),
+    )  # fmt: skip

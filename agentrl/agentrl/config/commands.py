@@ -45,6 +45,11 @@ from agentrl.config.settings.models import (
     RunModelSettings,
     ServeModelSettings,
 )
+from agentrl.config.settings.offline import (
+    OfflineEvaluationSettings,
+    OfflineLearningSettings,
+    OfflineRunSettings,
+)
 from agentrl.config.settings.rollouts import (
     Policy,
     RolloutSettings,
@@ -58,6 +63,7 @@ from agentrl.config.settings.run import (
     TrainRunSettings,
 )
 from agentrl.config.settings.sampler import SamplerSettings, TinkerSettings
+from agentrl.config.settings.sft import SftDataSettings
 from agentrl.config.settings.sweep import SweepSettings
 
 
@@ -233,6 +239,33 @@ class ServeConfig(ModelCommand):
     run: ServeRunSettings = ServeRunSettings()
 
 
+class OfflineConfig(_Command):
+    """What every command has that trains on examples which are there already."""
+
+    model: ModelSettings = ModelSettings()
+    learning: OfflineLearningSettings = OfflineLearningSettings()
+    evaluation: OfflineEvaluationSettings = OfflineEvaluationSettings()
+    run: OfflineRunSettings = OfflineRunSettings()
+
+
+class SftConfig(OfflineConfig):
+    """A supervised fine-tuning."""
+
+    short_flags = _short(
+        "data.source=data data.from_run data.where data.best_of data.from_served data.held_out "
+        "data.train_on model.name=model model.chat_template learning.epochs learning.batch_size "
+        "learning.learning_rate learning.rank evaluation.every evaluation.patience run.seed "
+        "run.name run.folder=runs"
+    )
+
+    data: SftDataSettings = SftDataSettings()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        checks.check_sft(self)
+        return self
+
+
 class JoinAgentSettings(Table):
     entrypoint: str | None = None
     """What to run; by default the run's agent."""
@@ -282,10 +315,16 @@ class JoinConfig(_Command):
     run: JoinRunSettings
 
 
+def is_resumable(command: type[Table]) -> bool:
+    """Tell whether a command takes --resume."""
+    return command is TrainConfig or issubclass(command, OfflineConfig)
+
+
 COMMANDS: dict[str, type[_Command]] = {
     "train": TrainConfig,
     "check": CheckConfig,
     "sweep": SweepConfig,
+    "sft": SftConfig,
     "eval": EvalConfig,
     "run": RunConfig,
     "serve": ServeConfig,

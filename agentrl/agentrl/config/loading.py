@@ -1,6 +1,5 @@
 """Read a command's settings: flags win over the environment, that over the file, that over a
-profile's and a resumed run's settings. What each setting means is ``settings``'s. Read task files
-too.
+profile's and a resumed run's settings. What each setting means is ``settings``'s.
 """
 
 from __future__ import annotations
@@ -16,22 +15,30 @@ from typing import Any, TypeVar, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from agentrl.config.commands import COMMANDS, JoinConfig, ModelCommand, TrainConfig
+from agentrl.config.commands import (
+    COMMANDS,
+    JoinConfig,
+    ModelCommand,
+    OfflineConfig,
+    TrainConfig,
+    is_resumable,
+)
 from agentrl.config.errors import ConfigError, explain, unknown_setting
-from agentrl.config.field_types import split_step
+from agentrl.config.field_types import Table, split_step
 from agentrl.config.profiles import read_profile, within
 from agentrl.config.secrets import store_url
 from agentrl.config.setting_names import flattened, nearest, settings_of
 from agentrl.config.settings.algorithm import table_of
 from agentrl_tracer.schemas import Json
 
-Config = TypeVar("Config", bound="ModelCommand | JoinConfig")
+Config = TypeVar("Config", bound="ModelCommand | OfflineConfig | JoinConfig")
 
 _PREFIX = "AGENTRL_"
 _OF_AGENTS = ("model", "gateway", "task")
 """Variables that agents read: no settings, though a setting's name may end so."""
 _MAY_BE_PATHS = (
     "agent.entrypoint", "agent.python", "agent.tasks", "evaluation.tasks", "model.name",
+    "data.source", "data.held_out", "data.from_run", "data.from_served",
     "run.store", "sampler.vllm.python", "tinker.tokenizer", "algorithm.kl.reference",
 )  # fmt: skip
 _ANY_VALUE = "--sampler.vllm.args"
@@ -62,25 +69,23 @@ def load(
     if "sweep" not in command.model_fields:
         settings.pop("sweep", None)  # a sweep's file is a training's, too
     if resume:  # the run's own paths begin where it was started
-        settings = _merged(_resumed(split_step(resume)[0], settings), _from_here(settings))
+        settings = _merged(_resumed(command, split_step(resume)[0], settings), _from_here(settings))
     try:
         return command.model_validate(settings)
     except ValidationError as error:
         raise ConfigError(explain(error, command)) from error
 
 
-def resume_of(tokens: Sequence[str]) -> Path | None:
-    """Return what ``agentrl train`` is told to continue: a run folder, or ``RUN@STEP``."""
-    return _parse_flags(COMMANDS["train"], tokens)[0]["resume"]
+def resume_of(tokens: Sequence[str], command: str = "train") -> Path | None:
+    """Return what a command is told to continue: a run folder, or for a training ``RUN@STEP``."""
+    return _parse_flags(COMMANDS[command], tokens)[0]["resume"]
 
 
-def _parse_flags(
-    command: type[BaseModel], tokens: Sequence[str]
-) -> tuple[dict[str, Any], list[str]]:
+def _parse_flags(command: type[Table], tokens: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Return the flags by the setting's name, and the agent where one is given."""
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
     parser.add_argument("--config", type=Path)
-    if command is COMMANDS["train"]:
+    if is_resumable(command):
         parser.add_argument("--resume", type=Path)
     for setting in filter(lambda one: one.flags, settings_of(command)):
         kind = setting.field.annotation
@@ -171,7 +176,7 @@ def _from_here(settings: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _resumed(folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
+def _resumed(command: type[Table], folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of the run to resume, without the options of what another loss replaces."""
     path = folder / "config.json"
     if not path.is_file():
@@ -182,6 +187,13 @@ def _resumed(folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"resume: {path} is damaged; bring a copy back: {error}") from error
     if "imported" in settings:
         raise ConfigError(f"resume: {str(folder)!r} holds imported trajectories, and no training")
+    if issubclass(command, OfflineConfig) or "data" in settings:
+        if settings.keys() != command.model_fields.keys():
+            raise ConfigError(
+                f"resume: {str(folder)!r} is the run of another command; `agentrl runs show` says "
+                "which one continues it"
+            )
+        return settings
     if not isinstance(settings.get("agent"), dict):
         raise ConfigError(
             f"resume: {folder} was started by an earlier version, whose settings were flat; it can "
@@ -194,36 +206,6 @@ def _resumed(folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
         if given.get("algorithm", {}).get(what, algorithm[what]) != algorithm[what]:
             algorithm.pop(table_of(algorithm[what]), None)
     return settings
-
-
-# ---- tasks
-
-
-def load_tasks(path: Path, field: str) -> list[Json]:
-    """Return the tasks in a JSON-lines file.
-
-    Raises:
-        ConfigError: names ``field``, the file and the line that cannot be read.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigError(f"{field}: cannot read {str(path)!r}: {error.strerror}") from error
-    tasks: list[Json] = []
-    for number, line in enumerate(lines, start=1):
-        where = f"{field}: {path}, line {number} is"
-        try:
-            task = json.loads(line) if line.strip() else None
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{where} not JSON: {error.msg}") from error
-        if isinstance(task, dict):
-            tasks.append(task)
-        elif line.strip():
-            kind = type(task).__name__
-            raise ConfigError(f'{where} a JSON {kind}; give an object, like {{"n": 1}}')
-    if not tasks:
-        raise ConfigError(f"{field}: {path} holds no tasks")
-    return tasks
 
 
 def steps_of(config: TrainConfig, tasks: Sequence[Json]) -> int:

@@ -17,8 +17,8 @@ from agentrl.history.rollout.conversation import answer_excerpt, prompt_excerpt
 from agentrl.history.run_list import Listed
 from agentrl.history.sources import OpenRun
 from agentrl.runs.circumstances import why_failed
-from agentrl.runs.metric_names import HELD_OUT, REWARD
-from agentrl.runs.recorded import how_to_continue, shown
+from agentrl.runs.metric_names import HELD_OUT, HELD_OUT_LOSS, LOSS, REWARD
+from agentrl.runs.recorded import CONTINUED, OFFLINE, how_to_continue, shown
 from agentrl_tracer.schemas import AttemptState, Call, Json, PromptKinds, RolloutState, Verified
 
 _CURVE = 24
@@ -55,9 +55,13 @@ def show_run(to: Console, run: OpenRun) -> None:
     print_line((run.name, "bold"), f" ({row['kind']}, {row['state']})", to=to)
     if why := why_failed(run.folder):
         print_sentences(f"failed: {plain(why)}", "red", to)
-    if row["kind"] == "train" and row["state"] in ("interrupted", "pruned", "failed"):
-        print_line((how_to_continue(run.folder), "cyan"), to=to)
+    if row["kind"] in CONTINUED and row["state"] in ("interrupted", "pruned", "failed"):
+        print_line((how_to_continue(run.folder, row["kind"]), "cyan"), to=to)
     steps = [{**known, "step": step} for step, known in store.metrics(run.id).items()]
+    if row["kind"] in OFFLINE:
+        columns = f"step epoch:.0f {LOSS}:.4f {HELD_OUT_LOSS}:.4f {HELD_OUT}:.1%"
+        print_rows(to, steps, columns, expendable=HELD_OUT, apart=True)
+        return
     columns = f"step {REWARD}:+.3f {HELD_OUT}:.0% calls:.0f calls/trained:.0f groups/used:.0f"
     print_rows(to, steps, columns, apart=True)
     outcomes, continuity = store.outcomes(run.id), store.continuity(run.id)

@@ -228,13 +228,14 @@ def make_sampler(plan: GatewayPlan) -> tuple[EmbeddedSampler | VllmSampler | Tin
     if tinker is None and plan.vllm_url is None:
         from agentrl.samplers.embedded import EmbeddedSampler
 
-        how = {"device", "dtype", "load_in_4bit", "trust_remote_code"}
+        how = {"device", "dtype", "load_in_4bit", "trust_remote_code", "chat_template"}
         base = load_base(model.name, **model.model_dump(include=how))
         cores = model.cores or available_cores()
         torch.set_num_threads(sampler_threads(cores, base.parameters, alone=not plan.trains_beside))
         return EmbeddedSampler(base, int8=plan.sampler.weights == "int8"), base.tokenizer
     source = tinker.tokenizer if tinker and tinker.tokenizer else model.name
-    facts = load_facts(source, trust_remote_code=model.trust_remote_code)
+    how = {"trust_remote_code", "chat_template"}
+    facts = load_facts(source, **model.model_dump(include=how))
     if tinker:
         from agentrl.samplers.tinker import TinkerSampler
 

@@ -24,7 +24,7 @@ from agentrl_tracer.schemas import Call, CallState, Json, Purpose, SkipReason
 from agentrl_trainer.data.rewards import by_rollout
 from agentrl_trainer.data.skip_reasons import SkipRules
 from agentrl_trainer.data.training_row import to_training_row
-from agentrl_trainer.data.trajectories import build_trajectories
+from agentrl_trainer.data.trajectories import Trajectory, build_trajectories
 
 _BATCH = 100  # rollouts whose calls are in memory
 
@@ -83,28 +83,34 @@ _OF_A_STEP = (
     SkipReason.NO_REWARD, SkipReason.SMALL_GROUP, SkipReason.ZERO_ADVANTAGE, SkipReason.LEFT_OVER,
 )  # fmt: skip
 """Why calls did not train in the step that they were made for; their tokens are good."""
+_OF_RL = (
+    *_OF_A_STEP, SkipReason.EVALUATION, SkipReason.NO_ROLLOUT, SkipReason.NOT_TRAINABLE_MODEL,
+    SkipReason.OTHER_AGENT, SkipReason.TRUNCATED, SkipReason.OFF_POLICY, SkipReason.STALE,
+    SkipReason.NON_FINITE, SkipReason.NON_FINITE_STEP,
+)  # fmt: skip
+"""Why calls did not train that may be imitated."""
 
 
-def row_records(run: OpenRun, where: str) -> Iterator[Json]:
+def row_records(run: OpenRun, where: str, *, imitated: bool = False) -> Iterator[Json]:
     """Yield the rows of tokens that can train: ``TrainingRow`` without advantages.
 
     Evaluations are left out as by ``chat_records``.
+
+    Args:
+        imitated: yield also what only an imitation can train on: greedy answers, and those of the
+            base model.
     """
-    rules = SkipRules(max_length=sys.maxsize)
     for batch in _batches(_rows(run, where, _trained(run, where))):
         ids = [row["id"] for row in batch]
         winners = [one.winner for one in run.store.rollouts(run.id, ids=ids) if one.winner]
         calls = by_rollout(run.store.calls(attempt_ids=winners))
         for row in batch:
-            own = [
-                replace(call, skip_reason=None) if call.skip_reason in _OF_A_STEP else call
-                for call in calls[row["id"]]
-            ]
-            for path in build_trajectories(own, rules).trajectories:
+            for path in paths_of(calls[row["id"]], imitated=imitated):
                 made = to_training_row(path, dict.fromkeys(path.call_ids, 0.0))
                 yield {
                     "rollout": row["id"],
                     "group": row["group"],
+                    "task": f"{row['purpose']}-{row['task']}",
                     "reward": row["reward"],
                     "adapter": made.adapter,
                     "calls": path.call_ids,
@@ -112,6 +118,18 @@ def row_records(run: OpenRun, where: str) -> Iterator[Json]:
                     "mask": made.mask,
                     "logprobs": made.logprobs,
                 }
+
+
+def paths_of(calls: Sequence[Call], *, imitated: bool) -> list[Trajectory]:
+    """Cut the calls of an attempt into token paths; ``imitated`` as for ``row_records``."""
+    own: list[Call] = []
+    for call in calls:
+        if call.skip_reason in (_OF_RL if imitated else _OF_A_STEP):
+            call = replace(call, skip_reason=None)
+        if imitated and call.adapter is None and call.prompt_ids:
+            call = replace(call, adapter=call.model, adapter_version=0)
+        own.append(call)
+    return build_trajectories(own, SkipRules(max_length=sys.maxsize)).trajectories
 
 
 def _rows(run: OpenRun, *conditions: str, sort: str = "id") -> list[Row]:

@@ -2,4 +2,6 @@
 
 REWARD = "reward/mean"
 HELD_OUT = "eval/accuracy"
+LOSS = "loss"
+HELD_OUT_LOSS = "eval/loss"
 DIFFERENCE = "sampler_trainer/max_logprob_difference"

@@ -73,7 +73,14 @@ def state_of(folder: RunFolder, run: Json) -> str:
     return "pruned" if state == "interrupted" and folder.pruned.exists() else state
 
 
-def how_to_continue(folder: RunFolder) -> str:
-    """Say which command continues a training run; empty if nothing was begun."""
-    command = f"agentrl train --resume {shown(folder.root)}"
+OFFLINE = ("sft", "prefer", "reward-model")
+"""Kinds of runs that train on examples: no rollouts are made."""
+CONTINUED = ("train", *OFFLINE)
+"""Kinds of runs that the command of the same name continues."""
+
+
+def how_to_continue(folder: RunFolder, kind: str = "train") -> str:
+    """Say which command continues a run of one of the kinds ``CONTINUED``; empty if nothing was
+    begun."""
+    command = f"agentrl {kind} --resume {shown(folder.root)}"
     return f"continue it with:  {command}" if folder.exists() else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,12 @@ import torch
 
 from agentrl.capacity import available_cores, trainer_threads
 from agentrl.config.commands import TrainConfig
+from agentrl.config.settings.learning import LearningSettings
+from agentrl.config.settings.models import ModelSettings
 from agentrl.training.algorithm import REFERENCE, value_params
 from agentrl.training.session import RunError
 from agentrl_trainer.client import ServiceClient, TrainingClient
+from agentrl_trainer.learner.loss_options import ValueParams
 from agentrl_trainer.learner.optimizers import default_learning_rate
 from agentrl_trainer.models.loading import load_facts
 from agentrl_trainer.models.lora import count_parameters, parameters_in_name
@@ -60,21 +63,50 @@ def create_clients(
 def _on_this_machine(
     config: TrainConfig, folder: Path, note: Callable[[str], None]
 ) -> TrainingClients:
-    model, learning = config.model, config.learning
+    backend = local_clients(
+        config.model, config.learning, folder, note, names=list(config.trained),
+        seed=config.run.seed, value=value_params(config), reference=config.algorithm.kl.reference,
+        alone=not config.rollouts.max_staleness,
+    )  # fmt: skip
+    client = next(iter(backend.clients.values()))
+    if why := client.local(lambda learner: learner.why_not_shared).result():
+        note(f"shared prefixes are computed again for each row: {why}")
+    return backend
+
+
+def local_clients(
+    model: ModelSettings,
+    learning: LearningSettings,
+    folder: Path,
+    note: Callable[[str], None],
+    *,
+    names: Sequence[str],
+    seed: int,
+    value: ValueParams | None = None,
+    reference: Path | None = None,
+    alone: bool = True,
+) -> TrainingClients:
+    """Create fresh adapters over the base model in this process, with seeds of their own.
+
+    Args:
+        names: of the adapters.
+        value: how a value function learns beside them.
+        reference: the adapter that is the reference of the KL.
+        alone: no sampler computes at the same time.
+    """
     service = ServiceClient(
         folder=folder, device=model.device, dtype=model.dtype, load_in_4bit=model.load_in_4bit,
-        trust_remote_code=model.trust_remote_code, token_budget=learning.micro_batch_tokens,
-        gradient_checkpointing=learning.gradient_checkpointing, value=value_params(config),
+        trust_remote_code=model.trust_remote_code, chat_template=model.chat_template,
+        token_budget=learning.micro_batch_tokens,
+        gradient_checkpointing=learning.gradient_checkpointing, value=value,
     )  # fmt: skip
-    clients = _adapters(service, config, alpha=learning.alpha)
+    clients = _adapters(service, model.name, learning.rank, names, seed, alpha=learning.alpha)
     client = next(iter(clients.values()))
     base = client.local(lambda learner: learner.base).result()
     for name, of in clients.items():
         if said := of.local(lambda learner, name=name: learner.what_is_trained(name)).result():
             note(f"{name}: {said}")
-    if why := client.local(lambda learner: learner.why_not_shared).result():
-        note(f"shared prefixes are computed again for each row: {why}")
-    if (reference := config.algorithm.kl.reference) is not None:
+    if reference is not None:
         client.local(lambda learner: learner.add_reference(REFERENCE, reference)).result()
 
     # The default rate depends on the base model and one adapter, however many are trained.
@@ -84,9 +116,7 @@ def _on_this_machine(
         for name, parameter in base.model.named_parameters()
         if not any(other in name for other in others)
     )
-    cores = config.model.cores or available_cores()
-    alone = not config.rollouts.max_staleness
-    threads = trainer_threads(cores, parameters, alone=alone)
+    threads = trainer_threads(model.cores or available_cores(), parameters, alone=alone)
     # On the thread that computes: another one's number stays as it was.
     client.local(lambda _: torch.set_num_threads(threads)).result()
     rate = learning.learning_rate or default_learning_rate(parameters, learning.alpha)
@@ -98,7 +128,8 @@ def _on_tinker(config: TrainConfig, folder: Path) -> TrainingClients:
 
     model = config.model.name
     source = config.tinker.tokenizer or model
-    facts = load_facts(source, trust_remote_code=config.model.trust_remote_code)
+    how = {"trust_remote_code", "chat_template"}
+    facts = load_facts(source, **config.model.model_dump(include=how))
     rate = config.learning.learning_rate
     if rate is None:
         parameters = count_parameters(source, config.learning.rank) or parameters_in_name(model)
@@ -112,7 +143,9 @@ def _on_tinker(config: TrainConfig, folder: Path) -> TrainingClients:
     try:
         service = ServiceClient(backend="tinker", base_url=config.tinker.base_url, folder=folder)
         served = {one.model_name: one for one in service.get_server_capabilities().supported_models}
-        clients = _adapters(service, config)
+        clients = _adapters(
+            service, model, config.learning.rank, list(config.trained), config.run.seed
+        )
     except (ValueError, *failures) as error:
         raise RunError(f"run.backend: Tinker refuses to train {model}: {error}") from error
     limit = served[model].max_context_length if model in served else None
@@ -121,11 +154,11 @@ def _on_tinker(config: TrainConfig, folder: Path) -> TrainingClients:
 
 
 def _adapters(
-    service: ServiceClient, config: TrainConfig, **lora: Any
+    service: ServiceClient, model: str, rank: int, names: Sequence[str], seed: int, **lora: Any
 ) -> dict[str, TrainingClient]:
     """Make a client for each adapter, with seeds of their own."""
-    create, rank, seed = service.create_lora_training_client, config.learning.rank, config.run.seed
+    create = service.create_lora_training_client
     return {
-        name: create(config.model.name, rank, seed + index, name=name, **lora)
-        for index, name in enumerate(config.trained)
+        name: create(model, rank, seed + index, name=name, **lora)
+        for index, name in enumerate(names)
     }

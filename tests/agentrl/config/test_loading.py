@@ -14,7 +14,7 @@ from settings import nested
 from agentrl.config.checks import greedy_note
 from agentrl.config.commands import EvalConfig, TrainConfig
 from agentrl.config.errors import ConfigError, explain
-from agentrl.config.loading import load, load_tasks, steps_of
+from agentrl.config.loading import load, steps_of
 from agentrl.training.rollout_queue import tasks_in_order
 
 ROOT = Path(__file__).parents[3]
@@ -132,19 +132,8 @@ def test_several_samples_are_sampled_unless_told_otherwise(flags: str, expected:
     assert done.evaluation.temperature == (0.7 if flags == "--samples 4" else expected)
 
 
-def test_tasks_are_read_and_bad_lines_named(tmp_path: Path) -> None:
-    file = tmp_path / "t.jsonl"
-    file.write_text('{"n": 1}\n\n{"n": 2}\n')
-    assert load_tasks(file, "tasks") == [{"n": 1}, {"n": 2}]
+def test_a_run_has_the_steps_of_one_epoch_by_default() -> None:
     assert steps_of(config(batch_size=4), [{}] * 10) == 3
-    for text, message in (
-        ('{"n": 1}\n[2]\n', r"tasks: .*line 2 is a JSON list"),
-        ('{"n": 1\n', "line 1 is not JSON"),
-        ("\n", "holds no tasks"),
-    ):
-        file.write_text(text)
-        with pytest.raises(ConfigError, match=message):
-            load_tasks(file, "tasks")
 
 
 def test_every_epoch_visits_every_task_once() -> None:

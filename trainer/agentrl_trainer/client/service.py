@@ -64,7 +64,7 @@ class ServiceClient:
         folder: where states and metrics are saved; default a new folder in ``runs/``.
         device, dtype: of the local model, see ``loading.load_base``.
         options: Tinker-only parameters, and for the local backend ``load_in_4bit``,
-            ``trust_remote_code`` (``loading.load_base``), ``token_budget``,
+            ``trust_remote_code``, ``chat_template`` (``loading.load_base``), ``token_budget``,
             ``gradient_checkpointing`` and ``value`` (``learner.Learner``), and ``threads``: torch's
             for a model of so many parameters, where the process leaves them to the service.
     """
@@ -103,7 +103,7 @@ class ServiceClient:
         ours = {k: v for k, v in options.items() if k not in TINKER_ONLY["ServiceClient"]}
         self.folder = folder_of(folder, "client")
         self.names: set[str] = set()
-        of_model = ours.keys() & {"load_in_4bit", "trust_remote_code"}
+        of_model = ours.keys() & {"load_in_4bit", "trust_remote_code", "chat_template"}
         self._model_options = {name: ours.pop(name) for name in of_model}
         self._model_options |= {"device": device, "dtype": dtype}
         self._threads: Callable[[int], int] | None = ours.pop("threads", None)

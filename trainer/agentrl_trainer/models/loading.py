@@ -32,6 +32,7 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils.logging import disable_progress_bar
 
+from agentrl_trainer.models.chat_templates import TEMPLATES
 from agentrl_trainer.models.devices import choose_device
 from agentrl_trainer.models.sources import ModelError, resolve_model
 from agentrl_trainer.names import BUILT_IN
@@ -73,13 +74,18 @@ def is_multimodal(config: Any) -> bool:
     return towers or config.get_text_config() is not config
 
 
-def load_facts(name: str, *, trust_remote_code: bool = False) -> ModelFacts:
+def load_facts(
+    name: str, *, trust_remote_code: bool = False, chat_template: str | None = None
+) -> ModelFacts:
     """Load what a process needs that lets another one sample: no weights.
+
+    Args:
+        trust_remote_code, chat_template: as for ``load_base``.
 
     Raises:
         ModelError: as ``load_base`` does.
     """
-    config, tokenizer, _ = _load_config(name, trust_remote_code)
+    config, tokenizer, _ = _load_config(name, trust_remote_code, chat_template)
     try:
         generation = GenerationConfig.from_pretrained(resolve_model(name))
     except OSError:  # the model has no such file; transformers derives it from the configuration
@@ -95,6 +101,7 @@ def load_base(
     dtype: str = "auto",
     load_in_4bit: bool = False,
     trust_remote_code: bool = False,
+    chat_template: str | None = None,
 ) -> BaseModel:
     """Load a decoder-only chat model in evaluation mode, its weights frozen.
 
@@ -109,11 +116,13 @@ def load_base(
             ``dtype``.
         trust_remote_code: run the code that comes with the model, if transformers has none for it,
             and the code that comes with its tokenizer.
+        chat_template: one of ``chat_templates.TEMPLATES`` in place of the tokenizer's own, for base
+            models, which have none.
 
     Raises:
         ModelError: the model cannot be loaded or used.
     """
-    config, tokenizer, load = _load_config(name, trust_remote_code)
+    config, tokenizer, load = _load_config(name, trust_remote_code, chat_template)
     target = choose_device(device)
     kind: Any = torch.float32 if target.type == "cpu" else "auto"
     if dtype != "auto" and not isinstance(kind := getattr(torch, dtype, None), torch.dtype):
@@ -200,7 +209,7 @@ def layers_recomputed(model: Any, wanted: bool) -> Iterator[None]:
 
 
 def _load_config(
-    name: str, trust: bool
+    name: str, trust: bool, chat_template: str | None = None
 ) -> tuple[Any, PreTrainedTokenizerBase, Callable[..., PreTrainedModel]]:
     """Return configuration, tokenizer, and what loads the weights when given a dtype."""
     source = resolve_model(name)
@@ -222,10 +231,13 @@ def _load_config(
     tokenizer = _load(
         name, AutoTokenizer.from_pretrained, source, config=config, trust_remote_code=trust
     )
+    if chat_template is not None:
+        tokenizer.chat_template = TEMPLATES[chat_template]
     if not getattr(tokenizer, "chat_template", None):
         raise ModelError(
             f"model: {name!r} has no chat template, so chat requests cannot be rendered. Use the "
-            "instruct version of the model, or set `tokenizer.chat_template` and save it."
+            "instruct version of the model, or set model.chat_template to role_colon, or "
+            "`tokenizer.chat_template` and save it."
         )
     return config, tokenizer, partial(loader.from_pretrained, source, trust_remote_code=foreign)
 

@@ -38,6 +38,9 @@ class ModelSettings(Table):
     """Load the base model's linear layers in 4 bits (NF4, as in QLoRA)."""
     trust_remote_code: bool = False
     """Run the Python code that comes with the model. It could do anything."""
+    chat_template: Literal["role_colon"] | None = None
+    """Chat template of a base model, which has none: role_colon writes `User: ...` and `Assistant:
+    ...`, and knows no tools. By default the model's own."""
     adapter: AdapterName = "policy"
     """Name of the adapter: the model name that the agent requests."""
 

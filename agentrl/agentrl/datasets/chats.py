@@ -1,0 +1,180 @@
+"""Read records as chats: OpenAI's ``messages``, ShareGPT's ``conversations``, or prompts with
+completions.
+
+The result is checked as the gateway checks a request, so what is wrong is named by its field.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.config.errors import ConfigError
+from agentrl.datasets.files import Record
+from agentrl.runs.excerpts import json_line
+from agentrl_proxy.errors import ApiError
+from agentrl_proxy.protocols.chat import chat_request
+from agentrl_tracer.schemas import Json
+
+_ROLES = {
+    "system": "system", "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant",
+    "assistant": "assistant", "model": "assistant", "function_call": "assistant",
+    "observation": "tool", "tool": "tool", "function_response": "tool",
+}  # fmt: skip
+"""By ShareGPT's ``from``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    messages: list[Json]
+    """In OpenAI's form."""
+    tools: list[Json] | None
+    weights: list[float | None]
+    """Of each message, 0 or more; None where the record gives none."""
+
+
+def to_chat(record: Record) -> Chat:
+    """Read a record as a chat.
+
+    Raises:
+        ConfigError: names the file, the line and the field that does not fit.
+    """
+    try:
+        return _chat(record.data)
+    except ApiError as error:
+        raise ConfigError(f"{record.where}: {error.message}") from error
+    except ValueError as error:
+        raise ConfigError(f"{record.where}: {error}") from error
+
+
+def _chat(data: Json) -> Chat:
+    messages = [_message(one, at) for at, one in enumerate(_messages(data))]
+    weights = [_weight(message, at) for at, message in enumerate(messages)]
+    tools = _tools(data.get("tools"))
+    asked = {"model": "sft", "messages": messages} | ({"tools": tools} if tools else {})
+    checked = chat_request(asked)
+    if not any(message["role"] == "assistant" for message in messages):
+        raise ValueError("messages: there is no answer of an assistant to train on")
+    return Chat(checked.messages, checked.tools, weights)
+
+
+def _messages(data: Json) -> list[Any]:
+    """Return the messages of a record in OpenAI's form, not checked yet."""
+    if data.get("messages") is not None:
+        return _list(data["messages"], "messages")
+    if data.get("conversations") is not None:
+        said = _list(data["conversations"], "conversations")
+        if said and isinstance(said[0], dict) and "role" in said[0]:
+            return said
+        system = [{"from": "system", "value": data["system"]}] if data.get("system") else []
+        return list(_of_sharegpt([*system, *said]))
+    if data.get("prompt") is not None and data.get("completion") is not None:
+        roles = (("prompt", "user"), ("completion", "assistant"))
+        return [one for name, role in roles for one in _turns(data[name], role)]
+    raise ValueError(
+        "there are no messages (OpenAI's form), no conversations (ShareGPT's), and no prompt with "
+        f"a completion; it has {', '.join(data) or 'no fields'}"
+    )
+
+
+def _turns(value: Any, role: str) -> list[Any]:
+    return [{"role": role, "content": value}] if isinstance(value, str) else _list(value, role)
+
+
+def _of_sharegpt(said: Iterable[Any]) -> Iterable[Json]:
+    waiting: deque[str] = deque()  # ids of calls without a result yet
+    for at, one in enumerate(said):
+        what = f"conversations[{at}]"
+        if not isinstance(one, dict) or not isinstance(one.get("value"), str):
+            raise ValueError(f"{what}: give an object with from and value, both texts")
+        role = _ROLES.get(str(one.get("from")))
+        if role is None:
+            raise ValueError(f"{what}.from: {one.get('from')!r} is none of {', '.join(_ROLES)}")
+        message: Json = {"role": role, "content": one["value"]}
+        if one["from"] == "function_call":
+            calls = _calls(one["value"], what, f"call_{at}")
+            waiting.extend(call["id"] for call in calls)
+            message |= {"content": "", "tool_calls": calls}
+        elif role == "tool":
+            message["tool_call_id"] = waiting.popleft() if waiting else f"call_{at}"
+        yield message | {name: one[name] for name in ("weight", "train") if name in one}
+
+
+def _calls(text: str, what: str, name: str) -> list[Json]:
+    try:
+        given = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{what}.value: a function_call is JSON: {error.msg}") from error
+    calls: list[Json] = []
+    for index, one in enumerate(given if isinstance(given, list) else [given]):
+        if not isinstance(one, dict) or not {"name", "arguments"} <= one.keys():
+            raise ValueError(f"{what}.value: a function_call has a name and arguments")
+        function = {"name": one["name"], "arguments": one["arguments"]}
+        calls.append({"id": f"{name}_{index}", "type": "function", "function": function})
+    return calls
+
+
+def _message(given: Any, at: int) -> Json:
+    """Return a message without empty fields, tool arguments as text."""
+    if not isinstance(given, dict):
+        raise ValueError(f"messages[{at}]: give an object with role and content")
+    # Parquet gives every message the fields of all.
+    message: Json = {name: value for name, value in given.items() if value is not None}
+    if "function_call" in message:
+        raise ValueError(f"messages[{at}].function_call: give tool_calls in its place")
+    if isinstance(message.get("tool_calls"), list):
+        message["tool_calls"] = [_tool_call(call) for call in message["tool_calls"]]
+        if not message["tool_calls"]:
+            del message["tool_calls"]
+    return message
+
+
+def _tool_call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return call
+    arguments = function.get("arguments")
+    if isinstance(arguments, dict):
+        function = {**function, "arguments": json_line(arguments)}
+    call = {**call, "function": function}
+    return {name: value for name, value in call.items() if value is not None}
+
+
+def _weight(message: Json, at: int) -> float | None:
+    """Take a message's weight out of it: OpenAI's ``weight``, or whether it is to ``train``."""
+    weight, train = message.pop("weight", None), message.pop("train", None)
+    if weight is None and train is None:
+        return None
+    if message.get("role") != "assistant":
+        raise ValueError(f"messages[{at}].weight: only answers of the assistant train")
+    found = train if weight is None else weight
+    if not isinstance(found, int | float) or not 0 <= found < float("inf"):
+        raise ValueError(f"messages[{at}].weight: give a number of 0 or more, not {found!r}")
+    return float(found)
+
+
+def _tools(given: Any) -> list[Json] | None:
+    """Return tools in OpenAI's form: ShareGPT has them as text, and without a type."""
+    if isinstance(given, str) and not given.strip():
+        return None
+    tools = _list(given, "tools") if given is not None else []
+    bare = [isinstance(one, dict) and "name" in one for one in tools]
+    return [
+        {"type": "function", "function": one} if is_bare else one
+        for one, is_bare in zip(tools, bare, strict=True)
+    ] or None
+
+
+def _list(value: Any, name: str) -> list[Any]:
+    """Read a list, which a table may hold as JSON text."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{name}: is text, but no JSON: {error.msg}") from error
+    if not isinstance(value, list):
+        raise ValueError(f"{name}: give a list, not {type(value).__name__}")
+    return value

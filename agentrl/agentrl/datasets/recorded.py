@@ -1,0 +1,129 @@
+"""Take token rows to imitate from what our own store has recorded, exactly as they were sampled."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from agentrl.config.errors import ConfigError
+from agentrl.config.secrets import store_url
+from agentrl.config.setting_names import recorded
+from agentrl.history.evaluations import success_reward
+from agentrl.history.export import paths_of, row_records
+from agentrl.history.rollout_table import Query, find_rollouts
+from agentrl.history.sources import OpenRun, open_run
+from agentrl.runs.folder import RunFolder
+from agentrl_tracer.schemas import Json
+from agentrl_tracer.store import Store
+from agentrl_trainer.data.training_row import TrainingRow, to_training_row
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A row to imitate, whose ``advantages`` are the weights of its tokens."""
+
+    row: TrainingRow
+    task: str
+    """What it answers: samples of one task are never both trained on and held out."""
+
+
+@dataclass(slots=True)
+class Samples:
+    """Rows to imitate, and how many were left out, by reason."""
+
+    kept: list[Sample]
+    left_out: Counter[str] = field(default_factory=Counter[str])
+
+
+def run_samples(
+    path: Path, model: str, where: str | None, best_of: int | None, last: bool
+) -> Samples:
+    """Return the rows of a run's rollouts.
+
+    Args:
+        model: the base model, of whose tokens the rows must be.
+        where: which rollouts; by default the successful ones, with ``best_of`` those with a reward.
+        best_of: of each task only so many rollouts, those with the highest rewards; the earliest
+            of equal ones, and of equal tokens only one.
+        last: whether only the last answer of each row trains.
+
+    Raises:
+        ConfigError: the run has another base model, or ``where`` is wrong.
+    """
+    with closing(open_run(RunFolder.existing(path, "data.from_run"))) as run:
+        known = recorded(run.row["config"], "model.name")
+        if known is not None and known != model:
+            raise ConfigError(
+                f"data.from_run: {path} has the tokens of {known}, not of {model}: give --model "
+                f"{known}, or write its chats with `agentrl runs export {path} --format sft "
+                "--output chats.jsonl` and give them to --data"
+            )
+        while run.fill():
+            pass
+        where = where or ("reward is not None" if best_of else f"reward >= {success_reward(run)}")
+        return _of_rollouts(run, where, best_of, last)
+
+
+def _of_rollouts(run: OpenRun, where: str, best_of: int | None, last: bool) -> Samples:
+    found = Samples([])
+    by_rollout: dict[str, list[Json]] = defaultdict(list)
+    for record in row_records(run, where, imitated=True):
+        by_rollout[record["rollout"]].append(record)
+    matched = find_rollouts(run.index, Query(where, limit=0)).total
+    if without := matched - len(by_rollout):
+        reason = "rollouts that are held out (say purpose in --where), or have no tokens of a model"
+        found.left_out[f"{reason} that we sample"] += without
+    taken, seen = Counter[str](), set[tuple[int, ...]]()
+    rollouts: Iterable[list[Json]] = by_rollout.values()
+    if best_of:
+        rollouts = sorted(rollouts, key=lambda records: -(records[0]["reward"] or 0.0))
+    for records in rollouts:
+        task = records[0]["task"]
+        new = [one for one in records if tuple(one["tokens"]) not in seen]
+        if not new:
+            found.left_out["rollouts with the same tokens as another"] += 1
+        elif best_of and taken[task] >= best_of:
+            found.left_out[f"rollouts beside the best {best_of} of their task"] += 1
+        else:
+            taken[task] += 1
+            seen.update(tuple(one["tokens"]) for one in new)
+            found.kept += [Sample(_row(one["tokens"], one["mask"], last), task) for one in new]
+    return found
+
+
+def served_samples(url: str, last: bool) -> Samples:
+    """Return a row for each call that `agentrl serve` answered with a model of its own.
+
+    Raises:
+        ConfigError: there is no such store.
+    """
+    if "://" not in url and not Path(url).is_file():  # else it would be made
+        raise ConfigError(f"data.from_served: {url} is not there; `agentrl serve` makes it")
+    found, seen = Samples([]), set[tuple[int, ...]]()
+    with closing(Store(store_url(url), read_only=True)) as store:
+        calls = store.newest_calls(None, None)
+    for call in reversed(calls):
+        paths = paths_of([call], imitated=True)
+        if not paths:
+            found.left_out["calls that failed, or were answered by another server's model"] += 1
+            continue
+        row = to_training_row(paths[0], {call.id: 1.0})
+        if tuple(row.tokens) in seen:
+            found.left_out["calls with the same tokens as another"] += 1
+            continue
+        seen.add(tuple(row.tokens))
+        found.kept.append(Sample(_row(row.tokens, row.mask, last), call.id))
+    return found
+
+
+def _row(tokens: list[int], mask: Sequence[bool], last: bool) -> TrainingRow:
+    """Return a row all of whose sampled tokens train, or only those of the last answer."""
+    own = list(mask)
+    if last:
+        end = max(at for at, on in enumerate(own) if on) + 1
+        start = next((at for at in range(end, 0, -1) if not own[at - 1]), 0)
+        own[:start] = [False] * start
+    return TrainingRow(tokens, own, [0.0] * len(own), [float(on) for on in own])

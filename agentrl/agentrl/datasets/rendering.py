@@ -1,0 +1,103 @@
+"""Make the token rows of a chat as the gateway would have recorded them.
+
+Each answer is a call: its prompt continues the answers before it, token for token, and its response
+is what the chat template writes for it, up to the token that ends a turn. Where the template
+rewrites the past (as those that strip thoughts do), a new row begins, as in a recorded rollout.
+Loads no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from agentrl.datasets.chats import Chat
+from agentrl_proxy.errors import ApiError
+from agentrl_proxy.rendering.continuity import Conversations, remember_reply, render_prompt
+from agentrl_proxy.rendering.renderer import Message, Renderer
+from agentrl_tracer.schemas import Json
+from agentrl_trainer.data.training_row import TrainingRow
+
+TrainOn = Literal["all", "last", "tagged"]
+
+
+@dataclass(slots=True)
+class _Path:
+    """The tokens of a conversation so far, and the weight of each."""
+
+    tokens: list[int]
+    weights: list[float]
+
+    def row(self) -> TrainingRow:
+        mask = [weight > 0 for weight in self.weights]
+        return TrainingRow(self.tokens, mask, [0.0] * len(mask), self.weights)
+
+
+def chat_rows(renderer: Renderer, chat: Chat, train_on: TrainOn) -> list[TrainingRow]:
+    """Return the rows of a chat that train; none if no answer does.
+
+    The weights are the rows' ``advantages``, as ``cross_entropy`` takes them.
+
+    Raises:
+        ValueError: the chat template refuses the messages, or writes an answer so that the model
+            could not have said it.
+    """
+    weights = answer_weights(chat, train_on)
+    conversations, paths = Conversations(), list[_Path]()
+    for at, message in enumerate(chat.messages):
+        if message["role"] != "assistant":
+            continue
+        before = chat.messages[:at]
+        if not before:
+            raise ValueError("messages[0]: an answer of the assistant, which nothing asks for")
+        try:
+            prompt = render_prompt(renderer, conversations, before, chat.tools, None)
+            response = response_ids(renderer, [*before, message], chat.tools, prompt.text)
+        except ApiError as error:
+            raise ValueError(error.message) from error
+        remember_reply(renderer, conversations, prompt, message, response, "", cut=False)
+        known = next((p for p in paths if prompt.ids[: len(p.tokens)] == p.tokens), None)
+        if known is None:
+            paths.append(known := _Path([], []))
+        known.weights += [0.0] * (len(prompt.ids) - len(known.tokens))
+        known.weights += [weights[at]] * len(response)
+        known.tokens = [*prompt.ids, *response]
+    return [path.row() for path in paths if any(path.weights)]
+
+
+def answer_weights(chat: Chat, train_on: TrainOn) -> list[float]:
+    """Return the weight of each message: 0 for those that are no answers or do not train."""
+    answers = [at for at, one in enumerate(chat.messages) if one["role"] == "assistant"]
+    chosen = answers[-1:] if train_on == "last" else answers
+    default = 0.0 if train_on == "tagged" else 1.0
+    weights = [0.0] * len(chat.messages)
+    for at in chosen:
+        given = chat.weights[at]
+        weights[at] = default if given is None else given
+    return weights
+
+
+def response_ids(
+    renderer: Renderer, messages: Sequence[Message], tools: list[Json] | None, asked: str
+) -> list[int]:
+    """Return the tokens that a model samples to say the last message.
+
+    Args:
+        asked: the prompt's text, as the template wrote it.
+
+    Raises:
+        ValueError: the template writes the answer differently.
+    """
+    whole = renderer.text(renderer.normalize(messages), tools, generate=False)
+    ending = renderer.turn_end
+    if not whole.startswith(asked) or not whole.endswith(ending):
+        raise ValueError(
+            f"messages[{len(messages) - 1}]: the chat template does not write this answer after "
+            f"the prompt that the model gets: {asked[-40:]!r}, but {whole[-80:]!r}"
+        )
+    said = renderer.encode(whole[len(asked) : len(whole) - len(ending)])
+    stop = renderer.encode(ending)[:1]
+    if not stop or not renderer.is_stop(stop[0]):
+        stop = [renderer.tokenizer.eos_token_id]
+    return [*said, *stop]

@@ -1,0 +1,256 @@
+"""The loop of an offline training: updates, held-out measures, checkpoints, until it has converged.
+
+The order of the examples depends on the seed and the epoch alone, and whether the run ends early on
+the held-out losses in its metrics. So a run that is resumed at a checkpoint makes the same steps
+again, bit for bit. The checkpoint is the last word on a step: it holds the step's row of metrics,
+and the row is logged after it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Generic, Protocol, TypeVar
+
+from agentrl.config.commands import OfflineConfig
+from agentrl.config.errors import ConfigError
+from agentrl.offline.objective import Objective
+from agentrl.process_privacy import private_files
+from agentrl.runs.best_adapter import keep_best
+from agentrl.runs.folder import RunFolder, strict
+from agentrl.runs.learning_curve import draw_learning_curve
+from agentrl.runs.metric_names import HELD_OUT_LOSS, LOSS
+from agentrl.training.clients import TrainingClients
+from agentrl.training.metrics import finite_numbers
+from agentrl.training.session import RunError
+from agentrl_tracer.store import Store
+from agentrl_trainer.client import AdamParams
+from agentrl_trainer.learner.optimizers import schedule_factor
+
+E = TypeVar("E")
+
+
+class Display(Protocol):
+    """Shows a run while it goes on."""
+
+    def begin(self, steps: int, done: int) -> None: ...
+    def step(self, row: Mapping[str, Any]) -> None: ...
+    def measured(self, step: int, loss: float, best: int) -> None: ...
+    def note(self, message: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class OfflineSummary:
+    """How a run ended."""
+
+    folder: RunFolder
+    steps: int
+    losses: list[float]
+    """Of the steps' own examples, before each update."""
+    held_out: dict[int, float]
+    """Held-out losses by step."""
+    best: int | None
+    """The step with the lowest held-out loss, of equal ones the earliest."""
+    seconds: float
+    why: str | None = None
+    """Why it ended before its last step."""
+
+
+@dataclass
+class OfflineRun(Generic[E]):
+    """A run, fresh or resumed, whose base model is loaded.
+
+    Args:
+        backend: of one client, ``config.model.adapter``.
+        run_id: of the run in its store.
+    """
+
+    config: OfflineConfig
+    objective: Objective[E]
+    examples: Sequence[E]
+    held_out: Sequence[E]
+    folder: RunFolder
+    store: Store
+    run_id: str
+    backend: TrainingClients
+    display: Display
+
+    def __post_init__(self) -> None:
+        self.name = self.config.model.adapter
+        self.client = self.backend.clients[self.name]
+        self.began = time.perf_counter()
+
+    @property
+    def per_epoch(self) -> int:
+        """The optimizer steps of a pass over the examples; the last one may be of fewer."""
+        return math.ceil(len(self.examples) / self.config.learning.batch_size)
+
+    @property
+    def steps(self) -> int:
+        return self.per_epoch * self.config.learning.epochs
+
+    @cached_property
+    def held_out_losses(self) -> dict[int, float]:
+        return {
+            row["step"]: math.inf if row[HELD_OUT_LOSS] is None else row[HELD_OUT_LOSS]
+            for row in self.folder.read_metrics()
+            if HELD_OUT_LOSS in row
+        }
+
+    @property
+    def best(self) -> int | None:
+        known = self.held_out_losses
+        return min(known, key=lambda step: (known[step], step), default=None)
+
+    def batch(self, step: int) -> list[E]:
+        """Return the examples of a step, counted from 1."""
+        epoch, at = divmod(step - 1, self.per_epoch)
+        order = list(range(len(self.examples)))
+        random.Random(f"{self.config.run.seed}/{epoch}").shuffle(order)
+        size = self.config.learning.batch_size
+        return [self.examples[i] for i in order[at * size : (at + 1) * size]]
+
+    def learning_rate(self, step: int) -> float:
+        learning = self.config.learning
+        factor = schedule_factor(learning.schedule, step, self.steps, learning.warmup_steps)
+        return self.backend.peak_learning_rate * factor
+
+    def why_end(self) -> str | None:
+        """Say why the run ends before its last step; None if it goes on."""
+        patience, known = self.config.evaluation.patience, self.held_out_losses
+        if patience is None or self.best is None:
+            return None
+        if len([step for step in known if step > self.best]) < patience:
+            return None
+        return (
+            f"evaluation.patience: {patience} measures in a row were no better than the held-out "
+            f"loss {known[self.best]:.4f} of step {self.best}"
+        )
+
+    # ---- metrics, adapters and checkpoints
+
+    def log(self, step: int, row: Mapping[str, Any]) -> None:
+        self.folder.append_metrics(row)
+        self.store.log_metrics(self.run_id, step, finite_numbers(row))
+
+    def save_version(self, step: int) -> None:
+        path = self.folder.adapter_version(self.name, step)
+        self.client.save_weights_for_sampler(path).result()
+
+    def checkpoint(self, step: int, row: Mapping[str, Any]) -> None:
+        meta = {"run_id": self.run_id, "examples": self.fingerprint, "row": strict(row)}
+        self.backend.service.save_checkpoint(
+            self.folder.checkpoints, step, meta=meta, keep=self.config.run.keep_checkpoints
+        ).result()
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of the examples, held-out ones too: their order says what a step trains on."""
+        digest = hashlib.blake2b(digest_size=16)
+        for example in (*self.examples, None, *self.held_out):
+            digest.update(repr(example).encode())
+        return digest.hexdigest()
+
+    def restore(self) -> int:
+        """Go back to the newest whole checkpoint; return its step.
+
+        Raises:
+            ConfigError: it was made on other examples.
+        """
+        found = self.backend.service.restore_checkpoint(self.folder.checkpoints).result()
+        for path, fault in found.torn.items():
+            self.display.note(f"checkpoint {path.name} was passed over: {fault}")
+        step, meta = (found.checkpoint.step, found.checkpoint.meta) if found.checkpoint else (0, {})
+        if meta and meta["examples"] != self.fingerprint:
+            raise ConfigError(
+                f"resume: {self.folder.root} was trained on other examples than those that the "
+                "settings give now; bring the same files back, or start a new run"
+            )
+        self.folder.drop_metrics_after(step)
+        self.store.drop_metrics_after(self.run_id, step)
+        if meta and not any(LOSS in row for row in self.rows_of(step)):
+            self.log(step, meta["row"])
+        return step
+
+    def rows_of(self, step: int) -> list[dict[str, Any]]:
+        return [row for row in self.folder.read_metrics() if row["step"] == step]
+
+
+@private_files()
+def train_offline(run: OfflineRun[E]) -> OfflineSummary:
+    """Train to the end.
+
+    Raises:
+        RunError: a loss or gradient was not finite in the first step.
+    """
+    step = run.restore()
+    run.display.begin(run.steps, step)
+    measure_if_due(run, step)
+    while step < run.steps and run.why_end() is None:
+        step += 1
+        train_step(run, step)
+        measure_if_due(run, step)
+    return finish(run, step)
+
+
+def train_step(run: OfflineRun[E], step: int) -> None:
+    """Update the adapter on the next examples, and write a checkpoint if it is due."""
+    began = time.perf_counter()
+    adam = AdamParams(run.learning_rate(step), grad_clip_norm=run.config.learning.max_grad_norm)
+    row: dict[str, Any] = {"step": step, "epoch": (step - 1) // run.per_epoch + 1}
+    row |= run.objective.update(run.client, run.batch(step), adam)
+    row["learning_rate"] = adam.learning_rate
+    if row.get("skipped_non_finite"):
+        if step == 1:
+            raise RunError("the loss or gradient of the first step is not finite: see model.dtype")
+        run.display.note(f"step {step} was not applied: its loss or gradient was not finite")
+    row["seconds/update"] = time.perf_counter() - began
+    if step % run.config.run.checkpoint_every == 0 or step == run.steps:
+        run.checkpoint(step, row)
+    run.log(step, row)
+    run.display.step(row)
+
+
+def measure_if_due(run: OfflineRun[E], step: int) -> None:
+    """Measure the held-out examples, save the adapter, and keep the best one."""
+    due = step % run.config.evaluation.every == 0 or step == run.steps
+    if not run.held_out or not due or step in run.held_out_losses:
+        return
+    began = time.perf_counter()
+    run.save_version(step)
+    found = run.objective.measure(run.client, run.held_out)
+    row: dict[str, Any] = {f"eval/{name}": value for name, value in found.items()}
+    run.log(step, {"step": step, **row, "seconds/evaluation": time.perf_counter() - began})
+    loss = row[HELD_OUT_LOSS]
+    run.held_out_losses[step] = loss if math.isfinite(loss) else math.inf
+    if run.best == step:
+        keep_best(run.folder, [run.name], step)
+    run.display.measured(step, loss, run.best or 0)
+
+
+def finish(run: OfflineRun[E], step: int) -> OfflineSummary:
+    """Write the final adapter, the picture and ``summary.json``."""
+    folder, why = run.folder, run.why_end() if step < run.steps else None
+    run.save_version(step)
+    shutil.rmtree(folder.adapter, ignore_errors=True)
+    shutil.copytree(folder.adapter_version(run.name, step), folder.adapter)
+    rows = folder.read_metrics()
+    title = f"{folder.name}: {run.objective.name} of {run.config.model.name}"
+    losses = ((LOSS, "loss of the step's examples"), (HELD_OUT_LOSS, "held-out loss"))
+    draw_learning_curve(rows, title, folder.picture, *losses)
+    summary = OfflineSummary(
+        folder, step, [row[LOSS] for row in rows if LOSS in row], run.held_out_losses, run.best,
+        time.perf_counter() - run.began, why,
+    )  # fmt: skip
+    written = {"steps": step, "loss": summary.losses, "held_out": summary.held_out}
+    written |= {"best": summary.best, "seconds": round(summary.seconds, 2), "why": why}
+    folder.write_json(folder.summary, written)
+    run.store.end_run(run.run_id, "finished")
+    run.backend.close()
+    return summary

@@ -1,0 +1,101 @@
+"""The offline loop: it learns, measures, ends early, and resumes bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from agentrl.config.commands import OfflineConfig, SftConfig
+from agentrl.config.errors import ConfigError
+from agentrl.offline.command import Prepared, run_offline
+from agentrl.offline.run import OfflineRun, OfflineSummary
+from agentrl.offline.sft import Sft
+from agentrl.runs.folder import RunFolder
+from agentrl.runs.recorded import open_store, state_of
+from agentrl_trainer.data.training_row import TrainingRow
+from agentrl_trainer.models.loading import ModelFacts
+
+
+def rows(facts: ModelFacts, numbers: range, said: str = "I am {}.") -> list[TrainingRow]:
+    made: list[TrainingRow] = []
+    for number in numbers:
+        asked = {"role": "user", "content": f"Let's play a game. Say you are {number}."}
+        prompt = facts.tokenizer.apply_chat_template(
+            [asked], add_generation_prompt=True, return_dict=False
+        )
+        answer = [*facts.tokenizer.encode(said.format(number)), facts.tokenizer.eos_token_id]
+        mask = [False] * len(prompt) + [True] * len(answer)
+        weights = [float(on) for on in mask]
+        made.append(TrainingRow([*prompt, *answer], mask, [0.0] * len(mask), weights))
+    return made
+
+
+def config(folder: Path, **tables: dict[str, Any]) -> OfflineConfig:
+    given: dict[str, Any] = {
+        "learning": {"epochs": 2, "batch_size": 8, "rank": 8, "learning_rate": 3e-3},
+        "evaluation": {"every": 2},
+        "run": {"folder": str(folder), "name": "first", "checkpoint_every": 2},
+    }
+    for name, table in tables.items():
+        given[name] = given.get(name, {}) | table
+    return OfflineConfig.model_validate(given)
+
+
+def prepared(facts: ModelFacts) -> Prepared[TrainingRow]:
+    return Prepared(Sft(), rows(facts, range(100, 132)), rows(facts, range(1000, 1008)))
+
+
+def train(folder: Path, resume: Path | None = None, **tables: dict[str, Any]) -> OfflineSummary:
+    return run_offline(config(folder, **tables), resume, "sft", prepared)
+
+
+def weights(folder: RunFolder) -> dict[str, bytes]:
+    found = load_file(str(folder.adapter / "adapter_model.safetensors"))
+    return {name: value.numpy().tobytes() for name, value in found.items()}
+
+
+def losses(folder: RunFolder) -> list[tuple[Any, ...]]:
+    return [
+        (row["step"], row.get("loss"), row.get("eval/loss"), row.get("grad_norm"))
+        for row in folder.read_metrics()
+    ]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> OfflineSummary:
+    """A run that nothing has interrupted."""
+    return train(tmp_path_factory.mktemp("whole"))
+
+
+def test_the_held_out_loss_falls_and_the_folder_is_that_of_a_run(whole: OfflineSummary) -> None:
+    folder = whole.folder
+    assert whole.steps == 8
+    assert [*whole.held_out] == [0, 2, 4, 6, 8]
+    assert whole.held_out[8] < 0.5 * whole.held_out[0]
+    assert whole.best == 8
+    assert weights(folder)
+    best = load_file(str(folder.best_adapter / "adapter_model.safetensors"))
+    assert {name: value.numpy().tobytes() for name, value in best.items()} == weights(folder)
+    store, row = open_store(folder, read_only=True)
+    with contextlib.closing(store):
+        assert (row["kind"], state_of(folder, row)) == ("sft", "finished")
+        assert store.metrics(row["id"], ["eval/loss"])[8]["eval/loss"] == whole.held_out[8]
+    assert json.loads(folder.summary.read_text())["best"] == 8
+    assert folder.picture.stat().st_size > 1000
+
+
+def test_every_epoch_has_all_examples_in_an_order_of_its_own() -> None:
+    run: Any = OfflineRun.__new__(OfflineRun)
+    run.config, run.examples = config(Path("runs")), [*range(30)]
+    epochs = [[one for step in steps for one in run.batch(step)] for steps in ([1, 2, 3, 4], [5, 6, 7, 8])]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == [*range(30)]
+    assert epochs[0] != epochs[1] != [*range(30)]
