@@ -89,15 +89,21 @@ def response_ids(
     Raises:
         ValueError: the template writes the answer differently.
     """
-    whole = renderer.text(renderer.normalize(messages), tools, generate=False)
-    ending = renderer.turn_end
+    normal = renderer.normalize(messages)
+    whole, ending = renderer.text(normal, tools, generate=False), renderer.turn_end
+    said = whole[: len(whole) - len(ending)].removeprefix(asked)
+    opening, closing = renderer.reasoning_marks or ("", "")
+    header = asked.rpartition(opening)[0] if opening else asked
+    if opening and asked.rstrip().endswith(opening) and not whole.startswith(asked):
+        # The prompt opens a thought, and the template writes the past without it, as DeepSeek-R1's.
+        thought = normal[-1].get("reasoning_content", "")
+        asked, said = header, f"{thought}\n{closing}\n\n{said.removeprefix(header)}"
     if not whole.startswith(asked) or not whole.endswith(ending):
         raise ValueError(
             f"messages[{len(messages) - 1}]: the chat template does not write this answer after "
             f"the prompt that the model gets: {asked[-40:]!r}, but {whole[-80:]!r}"
         )
-    said = renderer.encode(whole[len(asked) : len(whole) - len(ending)])
     stop = renderer.encode(ending)[:1]
     if not stop or not renderer.is_stop(stop[0]):
         stop = [renderer.tokenizer.eos_token_id]
-    return [*said, *stop]
+    return [*renderer.encode(said), *stop]

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import family_templates
 import openai
 import pytest
 from chat_data import TOOL, clerk, game
+from family_templates import FAMILIES
 from running_gateway import running
 from scripted_sampler import Running
 
@@ -118,22 +118,35 @@ def test_which_answers_train_and_with_what_weight(renderer: Renderer) -> None:
     assert trained("tagged") == trained("last", weight=0) == []
 
 
-def test_where_a_template_strips_thoughts_a_new_row_begins() -> None:
-    tokenizer = load_facts("agentrl-tiny").tokenizer
-    tokenizer.chat_template = family_templates.QWEN3
-    said = [
+THOUGHT = {
+    "messages": [
         {"role": "user", "content": "2?"},
         {"role": "assistant", "reasoning_content": "two", "content": "2."},
         {"role": "user", "content": "3?"},
         {"role": "assistant", "reasoning_content": "three", "content": "3."},
     ]
-    renderer = Renderer(tokenizer)
-    first, second = chat_rows(renderer, chat({"messages": said}), "all")
-    assert "<think>\ntwo\n</think>\n\n2." in renderer.decode_raw(first.tokens)
-    assert "two" not in renderer.decode_raw(second.tokens)
-    assert renderer.decode([t for t, on in zip(second.tokens, second.mask, strict=True) if on]) == (
-        "<think>\nthree\n</think>\n\n3."
-    )
+}
+
+
+@pytest.mark.parametrize(("family", "opening"), [("qwen3", "<think>\n"), ("deepseek-r1", "")])
+def test_where_a_template_strips_thoughts_a_new_row_begins(family: str, opening: str) -> None:
+    renderer = Renderer(FAMILIES[family].tokenizer(load_facts("agentrl-tiny").tokenizer))
+    rows = chat_rows(renderer, chat(THOUGHT), "all")
+    said = [[t for t, on in zip(row.tokens, row.mask, strict=True) if on] for row in rows]
+    assert [renderer.decode_raw(one[:-1]) for one in said] == [
+        f"{opening}two\n</think>\n\n2.",
+        f"{opening}three\n</think>\n\n3.",
+    ]
+    assert "two" not in renderer.decode_raw(rows[1].tokens)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_can_say_an_answer_and_a_call(family: str) -> None:
+    renderer = Renderer(FAMILIES[family].tokenizer(load_facts("agentrl-tiny").tokenizer))
+    rows = chat_rows(renderer, chat(clerk(7)), "all")
+    said = [t for row in rows for t, on in zip(row.tokens, row.mask, strict=True) if on]
+    assert FAMILIES[family].said(("price", '{"item": 7}')) in renderer.decode_raw(said)
+    assert renderer.is_stop(said[-1])
 
 
 def test_base_models_without_a_template_write_roles_and_colons(
