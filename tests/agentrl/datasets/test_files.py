@@ -18,7 +18,7 @@ import pytest
 from agentrl.config.errors import ConfigError
 from agentrl.datasets.files import load_tasks, read_records
 
-RECORDS: list[dict[str, Any]] = [{"n": 1, "say": "a, \"b\"\nc\u2028d"}, {"n": 20, "say": "01"}]
+RECORDS: list[dict[str, Any]] = [{"n": 1, "say": 'a, "b"\nc\u2028d'}, {"n": 20, "say": "01"}]
 
 
 def as_jsonl(path: Path) -> str:
@@ -108,5 +108,5 @@ def test_a_source_that_is_not_there_is_named(
     with pytest.raises(ConfigError, match=r"row 1: day: .*date is not JSON.*; store it as text"):
         read_records(str(at), "data")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match="data: 'org/chats' is no file; .* pip install datasets"):
+    with pytest.raises(ConfigError, match=r"data: 'org/chats' is no file; .* pip install datasets"):
         read_records("org/chats", "data")

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import signal
-import subprocess
-import sys
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
-from agentrl.config.commands import OfflineConfig, SftConfig
+from agentrl.config.commands import OfflineConfig
 from agentrl.config.errors import ConfigError
 from agentrl.offline.command import Prepared, run_offline
 from agentrl.offline.run import OfflineRun, OfflineSummary
@@ -96,6 +93,40 @@ def test_the_held_out_loss_falls_and_the_folder_is_that_of_a_run(whole: OfflineS
 def test_every_epoch_has_all_examples_in_an_order_of_its_own() -> None:
     run: Any = OfflineRun.__new__(OfflineRun)
     run.config, run.examples = config(Path("runs")), [*range(30)]
-    epochs = [[one for step in steps for one in run.batch(step)] for steps in ([1, 2, 3, 4], [5, 6, 7, 8])]
-    assert sorted(epochs[0]) == sorted(epochs[1]) == [*range(30)]
-    assert epochs[0] != epochs[1] != [*range(30)]
+    first, second = (
+        [one for step in steps for one in run.batch(step)] for steps in ((1, 2, 3, 4), (5, 6, 7, 8))
+    )
+    assert sorted(first) == sorted(second) == [*range(30)]
+    assert first != second != [*range(30)] != first
+
+
+def test_it_ends_early_and_keeps_the_best(tmp_path: Path) -> None:
+    def overfits(facts: ModelFacts) -> Prepared[TrainingRow]:
+        other = rows(facts, range(1000, 1004), "I am not {}.")
+        return Prepared(Sft(), rows(facts, range(100, 116)), other)
+
+    how = config(tmp_path, learning={"epochs": 9}, evaluation={"every": 1, "patience": 2})
+    summary = run_offline(how, None, "sft", overfits)
+    assert summary.why is not None
+    assert "evaluation.patience: 2 measures in a row" in summary.why
+    assert summary.best is not None
+    assert summary.steps == summary.best + 2 < 18
+    assert json.loads(summary.folder.summary.read_text())["why"] == summary.why
+    best = summary.folder.adapter_version("policy", summary.best) / "adapter_model.safetensors"
+    kept = summary.folder.best_adapter / "adapter_model.safetensors"
+    assert kept.read_bytes() == best.read_bytes()
+
+
+def test_a_resumed_run_refuses_what_would_make_other_steps(
+    whole: OfflineSummary, tmp_path: Path
+) -> None:
+    root = shutil.copytree(whole.folder.root, tmp_path / "first")  # that one is locked
+    with pytest.raises(ConfigError, match=r"learning.rank: .* was started with 8, not 4\."):
+        train(root.parent, root, learning={"rank": 4})
+    with pytest.raises(ConfigError, match=r"resume: .* was trained on other examples"):
+        run_offline(
+            config(root.parent), root, "sft",
+            lambda facts: Prepared(Sft(), rows(facts, range(9)), rows(facts, range(3))),
+        )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"name: .* exists already; .* --resume"):
+        train(root.parent)
