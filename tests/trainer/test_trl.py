@@ -261,5 +261,5 @@ def test_bradley_terry_is_trls(ask: Ask) -> None:
     (gradient,) = torch.autograd.grad(loss, both)
     close(loss.detach(), theirs["loss"])
     close(gradient.flatten(), theirs["gradient"])
-    for ours, trls in {"accuracy": "accuracy", "margin": "margin"}.items():
+    for ours, trls in {"rewards/accuracies": "accuracy", "rewards/margins": "margin"}.items():
         assert metrics[ours] == pytest.approx(theirs["metrics"][trls], rel=1e-6)

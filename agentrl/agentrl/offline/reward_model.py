@@ -31,35 +31,32 @@ class RewardModel:
     def update(
         self, client: TrainingClient, examples: Sequence[Rated], adam: AdamParams
     ) -> dict[str, float]:
-        rows, loss, names = _rows_and_loss(examples)
+        rows, loss = _rows_and_loss(examples)
         added = client.forward_backward_custom(rows, loss)
         stepped = client.optim_step(adam).result().metrics
         found = added.result().metrics
-        return {"loss": found["loss:sum"], **{name: found[name] for name in names}, **stepped}
+        rewards = {name: value for name, value in found.items() if name.startswith("rewards/")}
+        return {"loss": found["loss:sum"], **rewards, **stepped}
 
     def measure(self, client: TrainingClient, examples: Sequence[Rated]) -> dict[str, float]:
-        rows, loss, _ = _rows_and_loss(examples)
+        rows, loss = _rows_and_loss(examples)
         outputs = client.forward(rows, "cross_entropy").result().loss_fn_outputs
         scores: list[Tensor] = [torch.from_numpy(one["logprobs"]) for one in outputs]
         value, metrics = loss(rows, scores)
         return {"loss": value.item(), **metrics}
 
 
-_OF_PAIRS = ("accuracy", "margin", "chosen", "rejected")
-_OF_SCORES = ("explained", "error")
-
-
 def _rows_and_loss(
     examples: Sequence[Rated],
-) -> tuple[list[TrainingRow], CustomLoss[TrainingRow], Sequence[str]]:
-    """Return the rows to score, their loss, and the names of its metrics."""
+) -> tuple[list[TrainingRow], CustomLoss[TrainingRow]]:
+    """Return the rows to score, and their loss."""
     scored = [one for one in examples if isinstance(one, ScoredRow)]
     if scored:
         rows = [score_row(one.row.tokens) for one in scored]
-        return rows, regression_loss([one.score for one in scored]), _OF_SCORES
+        return rows, regression_loss([one.score for one in scored])
     pairs = [one for one in examples if isinstance(one, RowPair)]
     both = [row for pair in pairs for row in (pair.chosen, pair.rejected)]
-    return [score_row(row.tokens) for row in both], pair_scores_loss, _OF_PAIRS
+    return [score_row(row.tokens) for row in both], pair_scores_loss
 
 
 def prepare(config: RewardModelConfig, facts: ModelFacts) -> Prepared[Rated]:

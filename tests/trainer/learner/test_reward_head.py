@@ -164,7 +164,7 @@ def test_heads_are_drawn_from_the_seed() -> None:
 def test_a_regression_explains_the_variance() -> None:
     targets = torch.tensor([1.0, 2.0, 6.0])
     loss, found = regression(targets, targets)
-    assert (loss.item(), found["explained"]) == (0.0, 1.0)
+    assert (loss.item(), found["rewards/explained"]) == (0.0, 1.0)
     loss, found = regression(torch.full((3,), 3.0), targets)
-    assert (loss.item(), found["explained"]) == pytest.approx((14 / 3, 0.0))
-    assert found["error"] == pytest.approx((14 / 3) ** 0.5)
+    assert (loss.item(), found["rewards/explained"]) == pytest.approx((14 / 3, 0.0))
+    assert found["rewards/error"] == pytest.approx((14 / 3) ** 0.5)

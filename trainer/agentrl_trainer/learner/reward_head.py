@@ -15,6 +15,7 @@ from torch.nn.functional import logsigmoid
 
 from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.learner.losses import CustomLoss
+from agentrl_trainer.learner.preference_losses import preference_metrics
 
 
 class RewardHead(nn.Module):
@@ -48,14 +49,7 @@ def score_row(tokens: Sequence[int], adapter: str = "default") -> TrainingRow:
 def bradley_terry(chosen: Tensor, rejected: Tensor) -> tuple[Tensor, dict[str, float]]:
     """Compute the mean of -log sigmoid(chosen - rejected) over scores [pairs] (Bradley and Terry,
     1952; arXiv:2203.02155, equation 1), and TRL's metrics of it."""
-    margin = chosen - rejected
-    found = {
-        "accuracy": (margin > 0).float().mean().item(),
-        "margin": margin.mean().item(),
-        "chosen": chosen.mean().item(),
-        "rejected": rejected.mean().item(),
-    }
-    return -logsigmoid(margin).mean(), found
+    return -logsigmoid(chosen - rejected).mean(), preference_metrics(chosen, rejected)
 
 
 def regression(scores: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, float]]:
@@ -64,7 +58,7 @@ def regression(scores: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, float
     error = (scores - targets).square().mean()
     spread = (targets - targets.mean()).square().mean().item()
     explained = 1 - error.item() / spread if spread else 0.0
-    return error, {"explained": explained, "error": error.item() ** 0.5}
+    return error, {"rewards/explained": explained, "rewards/error": error.item() ** 0.5}
 
 
 def pair_scores_loss(

@@ -34,7 +34,6 @@ HEAD_KEY = "score.weight"
 """A reward model's head [1, hidden], named as by transformers' models for sequence classification.
 """
 _SAVED_HEAD = f"base_model.model.{HEAD_KEY}"
-_CLASSIFIER = "SEQ_CLS"
 _state = partial(get_peft_model_state_dict, save_embedding_layers=False)
 
 
@@ -123,7 +122,7 @@ def save_adapter(
     config = peft_model.peft_config[adapter_name].to_dict() | {"inference_mode": True}
     if head is not None:
         tensors[_SAVED_HEAD] = head.detach().cpu().contiguous()
-        config |= {"task_type": _CLASSIFIER, "modules_to_save": ["classifier", "score"]}
+        config |= {"task_type": "SEQ_CLS", "modules_to_save": ["classifier", "score"]}
     # Sets have no order (nor a JSON form): sorted, so that equal adapters give equal files.
     plain = {k: sorted(v) if isinstance(v, set) else v for k, v in config.items()}
     with atomic_folder(Path(folder)) as staging:
@@ -139,7 +138,8 @@ def load_adapter_weights(peft_model: PeftModel, adapter_name: str, folder: str |
     """
     state = _state(peft_model, adapter_name=adapter_name)
     loaded = load_file(str(Path(folder) / WEIGHTS_FILE))
-    loaded.pop(_SAVED_HEAD, None)
+    if _SAVED_HEAD not in state:  # a learner's head is not part of its PEFT model
+        loaded.pop(_SAVED_HEAD, None)
     shapes = [{key: [*x.shape] for key, x in tensors.items()} for tensors in (state, loaded)]
     for key in sorted(state.keys() | loaded.keys()):
         here, there = (own.get(key, "missing") for own in shapes)
@@ -152,12 +152,6 @@ def load_adapter_weights(peft_model: PeftModel, adapter_name: str, folder: str |
     with torch.no_grad():
         for key, tensor in state.items():
             tensor.copy_(loaded[key])
-
-
-def is_reward_model(folder: str | Path) -> bool:
-    """Tell whether a PEFT folder is of a reward model: it scores texts and writes none."""
-    config = json.loads((Path(folder) / CONFIG_FILE).read_text(encoding="utf-8"))
-    return config.get("task_type") == _CLASSIFIER
 
 
 def read_reward_head(folder: str | Path) -> Tensor:
