@@ -11,7 +11,17 @@ from types import SimpleNamespace
 
 import torch
 from peer import answer_questions
-from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl import (
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOTrainer,
+    RewardTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+)
+from trl.experimental.cpo import CPOTrainer
+from trl.experimental.orpo import ORPOTrainer
 
 # What is made of lists of floats is made in double precision.
 torch.set_default_dtype(torch.float64)
@@ -134,6 +144,102 @@ def advantages(trainer: str, args: dict, rewards: list[list[float]]) -> dict:
     found = ours._generate_and_score_completions([{"prompt": "?"} for _ in flat])
     rows = found["advantages"].view(len(rewards), -1).tolist()
     return {"advantages": rows, "metrics": metrics_of(ours)}
+
+
+# ---- pairs of answers
+
+
+def offline(kind: type, args: dict, **attributes: object) -> object:
+    """A trainer on pairs without a model, as far as its formulas look."""
+    trainer = object.__new__(kind)
+    fixed = {"label_smoothing": 0.0, "aux_loss_enabled": False, "_total_train_tokens": 0}
+    fixed |= {"_tp_size": 1, "precompute_ref_logps": True, "ld_alpha": None}
+    trainer.__dict__.update(
+        fixed, model=SimpleNamespace(training=True), accelerator=_ALONE,
+        _metrics={"train": defaultdict(list)}, **args, **attributes,
+    )  # fmt: skip
+    return trainer
+
+
+def preference(loss: str, args: dict, batch: dict) -> dict:
+    """The loss of pairs from the log-probs of their tokens [pairs, T], in two policies."""
+    chosen, rejected = (torch.tensor(batch[of], requires_grad=True) for of in _BOTH)
+    value, metrics = _LOSSES[loss](args, chosen, rejected, batch)
+    value.backward()
+    return {
+        "loss": value.item(),
+        "gradient": [chosen.grad.tolist(), rejected.grad.tolist()],
+        "metrics": metrics,
+    }
+
+
+def _model_of(chosen: torch.Tensor, rejected: torch.Tensor) -> object:
+    both = torch.cat([chosen, rejected])
+    rest = {"entropy": both.detach(), "mean_logits": both.detach(), "is_top1": both < 0}
+    return lambda **_: SimpleNamespace(log_probs=both, **rest)
+
+
+def _inputs(batch: dict) -> dict:
+    """What both DPO and KTO read; one prompt token stands before each answer."""
+    mask = torch.tensor(batch["chosen_mask"] + batch["rejected_mask"])
+    whole = torch.cat([torch.zeros(len(mask), 1, dtype=torch.bool), mask], 1).long()
+    return {"input_ids": whole, "attention_mask": whole, "completion_mask": whole}
+
+
+def _dpo(args: dict, chosen: torch.Tensor, rejected: torch.Tensor, batch: dict) -> tuple:
+    fixed = {"loss_weights": [1.0], "f_divergence_type": "reverse_kl", "use_weighting": False}
+    trainer = offline(DPOTrainer, args, **fixed)
+    known = {f"ref_{of}_logps": torch.tensor(batch[f"reference_{of}"]) for of in _BOTH}
+    inputs = _inputs(batch) | known
+    return trainer._compute_loss(_model_of(chosen, rejected), inputs, False), metrics_of(trainer)
+
+
+def _kto(args: dict, chosen: torch.Tensor, rejected: torch.Tensor, batch: dict) -> tuple:
+    fixed = {"loss_type": "kto", "desirable_weight": 1.0, "undesirable_weight": 1.0}
+    trainer = offline(KTOTrainer, args, calculate_KL=True, **fixed)
+    trainer._compute_kl_logps = lambda *_: torch.tensor(batch["mismatched"])
+    pairs = len(chosen)
+    inputs = _inputs(batch) | {
+        "label": torch.tensor([True] * pairs + [False] * pairs),
+        "ref_logps": torch.tensor(batch["reference_chosen"] + batch["reference_rejected"]),
+        "ref_KL_logps": torch.tensor(batch["reference_mismatched"]),
+    }
+    return trainer._compute_loss(_model_of(chosen, rejected), inputs, False), metrics_of(trainer)
+
+
+def _without_reference(kind: type, fixed: dict) -> object:
+    def loss(args: dict, chosen: torch.Tensor, rejected: torch.Tensor, batch: dict) -> tuple:
+        trainer = offline(kind, args, **fixed)
+        tokens = [torch.tensor(batch[f"{of}_mask"]).sum(1) for of in _BOTH]
+        means = [one.sum(1) / n for one, n in zip((chosen, rejected), tokens, strict=True)]
+        nothing = torch.zeros(1)
+        supervised = -chosen.sum() / tokens[0].sum()
+        trainer.concatenated_forward = lambda *_: (*means, nothing, nothing, supervised)
+        return trainer.get_batch_loss_metrics(None, {})
+
+    return loss
+
+
+_BOTH = ("chosen", "rejected")
+_LOSSES = {
+    "sigmoid": _dpo,
+    "ipo": _dpo,
+    "kto": _kto,
+    "orpo": _without_reference(ORPOTrainer, {}),
+    "simpo": _without_reference(CPOTrainer, {"loss_type": "simpo", "alpha": 0.0, "cpo_alpha": 0.0}),
+}
+
+
+def bradley_terry(chosen: list[float], rejected: list[float]) -> dict:
+    """The reward model's loss and metrics of the scores of pairs."""
+    trainer = offline(RewardTrainer, {})
+    trainer.args = SimpleNamespace(center_rewards_coefficient=None)
+    scores = torch.tensor(chosen + rejected, requires_grad=True)
+    model = lambda **_: SimpleNamespace(logits=scores[:, None])  # noqa: E731
+    value = trainer.compute_loss(model, {"attention_mask": torch.ones(1)})
+    value.backward()
+    metrics = metrics_of(trainer)
+    return {"loss": value.item(), "gradient": scores.grad.tolist(), "metrics": metrics}
 
 
 if __name__ == "__main__":

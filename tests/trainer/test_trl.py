@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,12 @@ from agentrl_trainer.data.advantages import CreditSettings, Scaling, group_advan
 from agentrl_trainer.data.batch_assembly import LengthNormalization, normalize_lengths
 from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.learner.losses import LOSSES
+from agentrl_trainer.learner.preference_losses import (
+    PreferenceOptions,
+    mismatched,
+    pair_loss,
+)
+from agentrl_trainer.learner.reward_head import bradley_terry
 
 PYTHON = python_with("trl", "AGENTRL_TRL_PYTHON")
 pytestmark = [
@@ -180,3 +187,79 @@ def test_value_gradient_and_metrics_are_trls(ask: Ask, name: str) -> None:
         clipped = theirs["metrics"]["clip_ratio/region_mean"]
         assert per_token["clipped"] == pytest.approx(clipped, rel=1e-6)
         assert clipped > 0
+
+
+# ---- pairs of answers
+
+# our loss: TRL's, and its arguments
+PREFERENCES: dict[str, tuple[str, dict[str, Any], PreferenceOptions]] = {
+    "dpo": ("sigmoid", {"loss_types": ["sigmoid"], "beta": 0.3}, PreferenceOptions(0.3)),
+    "ipo": ("ipo", {"loss_types": ["ipo"], "beta": 0.7}, PreferenceOptions(0.7)),
+    "kto": ("kto", {"beta": 0.2}, PreferenceOptions(0.2)),
+    "orpo": ("orpo", {"beta": 0.4}, PreferenceOptions(0.4)),
+    "simpo": ("simpo", {"beta": 2.0, "simpo_gamma": 0.6}, PreferenceOptions(2.0, gamma=0.6)),
+}
+# Rows of pairs, chosen and rejected in turn.
+PAIR_LOGPROBS = torch.cat([LOGPROBS, LOGPROBS + 0.4], 1)[[0, 2, 1, 3]] * 0.7
+PAIR_MASK = torch.arange(18) < torch.tensor([18, 5, 3, 11])[:, None]
+PAIR_REFERENCE = PAIR_LOGPROBS + 0.1 * torch.randn(4, 18, dtype=torch.float64, generator=DRAW)
+
+
+@pytest.mark.parametrize("name", list(PREFERENCES))
+@pytest.mark.parametrize("kl", [0.8, -0.8])  # TRL's and ours is never negative
+def test_preference_losses_are_trls(ask: Ask, name: str, kl: float) -> None:
+    theirs_name, args, options = PREFERENCES[name]
+    logprobs = PAIR_LOGPROBS.where(PAIR_MASK, 0.0)
+    reference = PAIR_REFERENCE.where(PAIR_MASK, 0.0)
+    batch = {
+        "chosen": logprobs[0::2], "rejected": logprobs[1::2],
+        "chosen_mask": PAIR_MASK[0::2], "rejected_mask": PAIR_MASK[1::2],
+        "reference_chosen": reference[0::2].sum(1), "reference_rejected": reference[1::2].sum(1),
+        "mismatched": torch.full((4,), -3.0), "reference_mismatched": torch.full((4,), -3.0 - kl),
+    }  # fmt: skip
+    given = {key: value.tolist() for key, value in batch.items()}
+    theirs = ask("preference", loss=theirs_name, args=args, batch=given)
+    rows = [
+        TrainingRow([0] * 19, [False, *mask], *[[0.0] * 19] * 2, extra={"reference": [0.0, *known]})
+        for mask, known in zip(PAIR_MASK.tolist(), reference.tolist(), strict=True)
+    ]
+    lp = torch.cat([torch.zeros(4, 1, dtype=torch.float64), logprobs], 1).requires_grad_()
+    loss, metrics = pair_loss(name, replace(options, kl=max(kl, 0.0)))(rows, list(lp * 1.0))
+    (gradient,) = torch.autograd.grad(loss, lp)
+    # In the learner the log-probs beyond the mask are constants.
+    trained = torch.stack([PAIR_MASK[0::2], PAIR_MASK[1::2]])
+    ours = torch.stack([gradient[0::2, 1:], gradient[1::2, 1:]]) * trained
+    # ORPO's odds and all metrics are float32 in TRL.
+    torch.testing.assert_close(loss.item(), theirs["loss"], rtol=1e-6, atol=1e-6)
+    expected = torch.tensor(theirs["gradient"], dtype=torch.float64) * trained
+    assert expected.abs().max() > 1e-3
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+    for key, value in metrics.items():
+        if key in theirs["metrics"]:
+            assert value == pytest.approx(theirs["metrics"][key], abs=1e-6), key
+        else:
+            assert (name, key) == ("kto", "rewards/accuracies")
+
+
+def test_mismatched_answers_stand_behind_the_prompts_of_the_next_pair() -> None:
+    texts = ([1, 2, 3, 4], [1, 2, 5], [6, 7, 8], [6, 9])
+    masks = ([0, 0, 1, 1], [0, 0, 1], [0, 1, 0], [0, 1])
+    rows = [
+        TrainingRow(list(text), [bool(on) for on in mask], *[[-1.0] * len(text)] * 2)
+        for text, mask in zip(texts, masks, strict=True)
+    ]
+    made = mismatched(rows)
+    assert [row.tokens for row in made] == [[1, 2, 7, 8], [1, 2, 9], [6, 3, 4], [6, 5]]
+    assert [row.trained for row in made] == [1, 1, 2, 1]
+
+
+def test_bradley_terry_is_trls(ask: Ask) -> None:
+    chosen, rejected = [1.3, -0.2, 4.0], [0.9, 0.1, -30.0]
+    theirs = ask("bradley_terry", chosen=chosen, rejected=rejected)
+    both = torch.tensor([chosen, rejected], dtype=torch.float64, requires_grad=True)
+    loss, metrics = bradley_terry(both[0], both[1])
+    (gradient,) = torch.autograd.grad(loss, both)
+    close(loss.detach(), theirs["loss"])
+    close(gradient.flatten(), theirs["gradient"])
+    for ours, trls in {"rewards/accuracies": "accuracy", "rewards/margins": "margin"}.items():
+        assert metrics[ours] == pytest.approx(theirs["metrics"][trls], rel=1e-6)

@@ -34,7 +34,7 @@ def export_command(
     if exported.which:
         print_line(exported.which)
     kind = "model" if exported.merged else "adapter"
-    print_line(f"{kind} written to {exported.folder}; serve it with one of:")
+    print_line(f"{kind} written to {exported.folder}; use it with one of:")
     for server, commands in exported.servers.items():
         print_line((f"  {server}", "dim"))
         for command in commands:

@@ -30,6 +30,8 @@ _COMMANDS = {  # with settings: they read their own flags, see config/loading.py
     "check": "Try an agent and its tasks before a training: what works, what fits, what to expect.",
     "sweep": "Search for the best values of settings: each trial is a training run.",
     "sft": "Train a LoRA adapter on chats, or on the good rollouts of a run.",
+    "prefer": "Train a LoRA adapter on pairs of answers, one of which is preferred.",
+    "reward-model": "Train a model that scores conversations, as a reward for a training.",
     "eval": "Run an agent on tasks and count its successes.",
     "run": "Run an agent on one task and print its trace.",
     "serve": "Serve a model, with or without a trained adapter, over the OpenAI API.",

@@ -16,7 +16,14 @@ from agentrl.config.settings.algorithm import AlgorithmSettings, table_of
 from agentrl_trainer.names import check_name
 
 if TYPE_CHECKING:
-    from agentrl.config.commands import EvalConfig, ModelCommand, SftConfig, TrainConfig
+    from agentrl.config.commands import (
+        EvalConfig,
+        ModelCommand,
+        PreferConfig,
+        RewardModelConfig,
+        SftConfig,
+        TrainConfig,
+    )
 
 _LOCAL_ONLY = {
     "model.device": "the model runs on Tinker",
@@ -240,6 +247,28 @@ def check_sft(config: SftConfig) -> None:
          "data.where: has no effect without data.from_run, whose rollouts it selects"),
         (data.train_on == "tagged" and data.source is None,
          "data.train_on: tagged needs data.source, whose messages have tags"),
+        (config.evaluation.patience is not None and data.held_out is None,
+         "evaluation.patience: has no effect without data.held_out, whose loss it looks at"),
+    )  # fmt: skip
+
+
+# ---- agentrl prefer, agentrl reward-model
+
+
+def check_preferences(config: PreferConfig | RewardModelConfig) -> None:
+    data = config.data
+    if (data.source is None) == (data.from_run is None):
+        raise ValueError("data.source: give one of --data FILE and --from-run RUN")
+    learning, table = config.learning, getattr(config, "preference", None)
+    _refuse(
+        (data.where is not None and data.from_run is None,
+         "data.where: has no effect without data.from_run, whose rollouts it selects"),
+        (data.by == "feedback" and data.from_run is None,
+         "data.by: has no effect without data.from_run, whose rollouts people judged"),
+        (table is not None and table.gamma is not None and table.loss != "simpo",
+         "preference.gamma: has an effect with preference.loss simpo only"),
+        (table is not None and table.loss == "kto" and learning.batch_size < 2,
+         "learning.batch_size: kto compares with answers to other prompts; give 2 or more"),
         (config.evaluation.patience is not None and data.held_out is None,
          "evaluation.patience: has no effect without data.held_out, whose loss it looks at"),
     )  # fmt: skip

@@ -51,6 +51,11 @@ from agentrl.config.settings.offline import (
     OfflineLearningSettings,
     OfflineRunSettings,
 )
+from agentrl.config.settings.preference import (
+    PreferenceDataSettings,
+    PreferenceSettings,
+    RewardModelSettings,
+)
 from agentrl.config.settings.rollouts import (
     Policy,
     RolloutSettings,
@@ -282,6 +287,46 @@ class SftConfig(OfflineConfig):
         return self
 
 
+_LEARNT = (
+    "model.name=model learning.epochs learning.batch_size learning.learning_rate learning.rank "
+    "evaluation.every evaluation.patience run.seed run.name run.folder=runs"
+)
+
+
+class PreferConfig(OfflineConfig):
+    """A preference optimization."""
+
+    short_flags = _short(
+        "data.source=data data.from_run data.where data.by data.held_out preference.loss "
+        f"preference.beta preference.gamma {_LEARNT}"
+    )
+
+    data: PreferenceDataSettings = PreferenceDataSettings()
+    preference: PreferenceSettings = PreferenceSettings()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        checks.check_preferences(self)
+        return self
+
+
+class RewardModelConfig(OfflineConfig):
+    """A training of a reward model."""
+
+    short_flags = _short(
+        "data.source=data data.from_run data.where data.by data.held_out reward_model.loss "
+        f"{_LEARNT}"
+    )
+
+    data: PreferenceDataSettings = PreferenceDataSettings()
+    reward_model: RewardModelSettings = RewardModelSettings()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        checks.check_preferences(self)
+        return self
+
+
 class JoinAgentSettings(Table):
     entrypoint: str | None = None
     """What to run; by default the run's agent."""
@@ -341,6 +386,8 @@ COMMANDS: dict[str, type[_Command]] = {
     "check": CheckConfig,
     "sweep": SweepConfig,
     "sft": SftConfig,
+    "prefer": PreferConfig,
+    "reward-model": RewardModelConfig,
     "eval": EvalConfig,
     "run": RunConfig,
     "serve": ServeConfig,

@@ -19,6 +19,7 @@ from rich.text import Text
 from agentrl.console.output import plain, print_line, print_sentences, whole
 from agentrl.console.report import serve_command
 from agentrl.console.tables import NAME_WIDTH, facts, sparkline
+from agentrl.runs.folder import RunFolder, is_reward_model
 from agentrl.runs.recorded import shown
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ def offline_report(summary: OfflineSummary, model: ModelSettings) -> Group:
     if known and summary.best is not None:
         best = f"best {known[summary.best]:.4f} at step {summary.best}"
         rows.append(("held-out loss", f"{known[min(known)]:.4f} → {known[max(known)]:.4f}, {best}"))
+    rows += _measured(folder)
     if summary.why:
         rows.append(("ended by", Text(summary.why)))
     rows.append(("time", f"{summary.seconds:.0f} s"))
@@ -85,6 +87,10 @@ def offline_report(summary: OfflineSummary, model: ModelSettings) -> Group:
     paths += [("best adapter", folder.best_adapter)] if known else []
     places = [whole((f"{name:<{NAME_WIDTH}}  ", "dim"), shown(path)) for name, path in paths]
     adapter = folder.best_adapter if known else folder.adapter
+    if is_reward_model(adapter):
+        train = f"agentrl train AGENT --tasks TASKS --rewards model:{shown(folder.root)}"
+        use = whole("train with it:  ", (train, "bold cyan"))
+        return Group("[b green]trained[/]", facts(rows), *places, use)
     name = "" if model.name == "agentrl-tiny" else f" --model {model.name}"
     evaluate = f"agentrl eval AGENT --tasks TASKS --adapter-path {shown(adapter)}{name}"
     commands = [
@@ -92,3 +98,21 @@ def offline_report(summary: OfflineSummary, model: ModelSettings) -> Group:
         whole("evaluate it:  ", (evaluate, "bold cyan")),
     ]
     return Group("[b green]trained[/]", facts(rows), *places, *commands)
+
+
+_REWARDS = {
+    "accuracies": ("held-out accuracy", ".1%"),
+    "margins": ("held-out margin", ".3g"),
+    "explained": ("held-out R²", ".3g"),
+}
+
+
+def _measured(folder: RunFolder) -> list[tuple[str, str | Text]]:
+    """Show how held-out pairs or scores were told apart, before and after."""
+    measured = folder.read_metrics()
+    rows: list[tuple[str, str | Text]] = []
+    for name, (what, form) in _REWARDS.items():
+        known = [row[key] for row in measured if (key := f"eval/rewards/{name}") in row]
+        if known:
+            rows.append((what, f"{known[0]:{form}} → [b]{known[-1]:{form}}[/]"))
+    return rows

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
-from contextlib import closing
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.config.errors import ConfigError
 from agentrl.config.secrets import store_url
 from agentrl.config.setting_names import recorded
+from agentrl.datasets.samples import Samples
 from agentrl.history.evaluations import success_reward
 from agentrl.history.export import paths_of, row_records, withholds
 from agentrl.history.rollout_table import Query, find_rollouts
@@ -29,18 +30,14 @@ class Sample:
     task: str
     """What it answers: samples of one task are never both trained on and held out."""
 
-
-@dataclass(slots=True)
-class Samples:
-    """Rows to imitate, and how many were left out, by reason."""
-
-    kept: list[Sample]
-    left_out: Counter[str] = field(default_factory=Counter[str])
+    @property
+    def length(self) -> int:
+        return len(self.row.tokens)
 
 
 def run_samples(
     path: Path, model: str, where: str | None, best_of: int | None, last: bool
-) -> Samples:
+) -> Samples[Sample]:
     """Return the rows of a run's rollouts.
 
     Args:
@@ -53,6 +50,18 @@ def run_samples(
     Raises:
         ConfigError: the run has another base model, or ``where`` is wrong.
     """
+    with run_of_model(path, model) as run:
+        where = where or ("reward is not None" if best_of else f"reward >= {success_reward(run)}")
+        return _of_rollouts(run, where, best_of, last)
+
+
+@contextmanager
+def run_of_model(path: Path, model: str) -> Iterator[OpenRun]:
+    """Open a run with its index complete.
+
+    Raises:
+        ConfigError: it is no run, or one of another base model, whose tokens are others.
+    """
     with closing(open_run(RunFolder.existing(path, "data.from_run"))) as run:
         known = recorded(run.row["config"], "model.name")
         if known is not None and known != model:
@@ -63,12 +72,11 @@ def run_samples(
             )
         while run.fill():
             pass
-        where = where or ("reward is not None" if best_of else f"reward >= {success_reward(run)}")
-        return _of_rollouts(run, where, best_of, last)
+        yield run
 
 
-def _of_rollouts(run: OpenRun, where: str, best_of: int | None, last: bool) -> Samples:
-    found = Samples([])
+def _of_rollouts(run: OpenRun, where: str, best_of: int | None, last: bool) -> Samples[Sample]:
+    found = Samples[Sample]([])
     by_rollout: dict[str, list[Json]] = defaultdict(list)
     for record in row_records(run, where, imitated=True):
         by_rollout[record["rollout"]].append(record)
@@ -98,7 +106,7 @@ def _count(run: OpenRun, where: str) -> int:
     return find_rollouts(run.index, Query(where, limit=1)).total
 
 
-def served_samples(url: str, last: bool) -> Samples:
+def served_samples(url: str, last: bool) -> Samples[Sample]:
     """Return a row for each call that `agentrl serve` answered with a model of its own.
 
     Raises:
@@ -106,7 +114,7 @@ def served_samples(url: str, last: bool) -> Samples:
     """
     if "://" not in url and not Path(url).is_file():  # else it would be made
         raise ConfigError(f"data.from_served: {url} is not there; `agentrl serve` makes it")
-    found, seen = Samples([]), set[tuple[int, ...]]()
+    found, seen = Samples[Sample]([]), set[tuple[int, ...]]()
     with closing(Store(store_url(url), read_only=True)) as store:
         calls = store.newest_calls(None, None)
     for call in reversed(calls):

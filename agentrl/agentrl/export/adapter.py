@@ -15,7 +15,7 @@ from agentrl.config.errors import ConfigError
 from agentrl.config.setting_names import recorded
 from agentrl.export import ollama
 from agentrl.runs.best_adapter import which_adapter
-from agentrl.runs.folder import find_adapters, run_and_step
+from agentrl.runs.folder import find_adapters, is_reward_model, run_and_step
 from agentrl.samplers.vllm.adapters import adapts_experts
 
 
@@ -90,7 +90,21 @@ def export(
     }
     if merged:
         servers["Ollama, by way of llama.cpp"] = ollama.commands(out)
+    if is_reward_model(found[name]):
+        servers = _users_of_reward_model(out, resolve_model(base), merged)
     return Exported(out, merged, servers, which_adapter(source, found))
+
+
+def _users_of_reward_model(out: Path, base: str, merged: bool) -> dict[str, Sequence[str]]:
+    """Return what reads a reward model, each with its lines."""
+    auto, options = "AutoModelForSequenceClassification", "num_labels=1"
+    load = f"model = {auto}.from_pretrained({str(out if merged else base)!r}, {options})"
+    lines = [f"from transformers import {auto}", load]
+    if merged:
+        return {"Python": lines}
+    wrap = f"model = PeftModel.from_pretrained(model, {str(out)!r})"
+    train = shlex.join(["agentrl", "train", "AGENT", "--rewards", f"model:{out}"])
+    return {"agentrl": [train], "Python": [*lines, "from peft import PeftModel", wrap]}
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import re
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from agentrl.export import ollama
+from agentrl.runs.folder import is_reward_model
 from agentrl_trainer.checkpoint import atomic_folder
-from agentrl_trainer.models.loading import checkpoint_dtype, load_base
+from agentrl_trainer.models.loading import BaseModel, checkpoint_dtype, load_base
 from agentrl_trainer.models.lora import read_adapter
 from agentrl_trainer.models.lora_targets import no_false_warnings
-from agentrl_trainer.models.sources import ModelError
+from agentrl_trainer.models.sources import ModelError, resolve_model
 
 
 def merge(peft: Path, model: str, out: Path, *, trust_remote_code: bool = False) -> None:
     """W + (alpha / rank) B A for every adapted layer; tokenizer and chat template beside it.
+
+    A reward model becomes one for sequence classification, whose only label is the score.
 
     Added up in float32 and rounded once, to the type that the base's checkpoint is in; but for what
     the model keeps in float32.
@@ -30,6 +35,8 @@ def merge(peft: Path, model: str, out: Path, *, trust_remote_code: bool = False)
             of this model, for layers with a weight in common have each an update of its own.
     """
     base = load_base(model, device="cpu", dtype="float32", trust_remote_code=trust_remote_code)
+    if is_reward_model(peft):
+        base = replace(base, model=_as_classifier(base, trust_remote_code))
     with no_false_warnings(), warnings.catch_warnings():
         # PEFT's word on weights it has not found; read_adapter looks for itself.
         warnings.filterwarnings("ignore", message="Found missing adapter keys")
@@ -42,7 +49,30 @@ def merge(peft: Path, model: str, out: Path, *, trust_remote_code: bool = False)
     with atomic_folder(out) as staging:
         whole.save_pretrained(staging)
         base.tokenizer.save_pretrained(staging)
-        ollama.write_modelfile(staging, base.tokenizer)
+        if not is_reward_model(peft):
+            ollama.write_modelfile(staging, base.tokenizer)
+
+
+def _as_classifier(base: BaseModel, trust_remote_code: bool) -> PreTrainedModel:
+    """Load the base as transformers' model for sequence classification with one label.
+
+    Raises:
+        ModelError: transformers has no such model of this family.
+    """
+    source = resolve_model(base.name)
+    try:
+        model = AutoModelForSequenceClassification.from_pretrained(
+            source, num_labels=1, dtype=torch.float32, trust_remote_code=trust_remote_code
+        )
+    except ValueError as error:
+        raise ModelError(
+            f"merged: transformers has no model for sequence classification of {base.name!r}; "
+            "export the adapter by itself, without --merged."
+        ) from error
+    text = model.config.get_text_config()
+    if text.pad_token_id is None:  # it finds the last token of a row by the padding behind it
+        text.pad_token_id = base.tokenizer.pad_token_id or base.tokenizer.eos_token_id
+    return model.eval().requires_grad_(False)
 
 
 def _untie(model: Any) -> None:

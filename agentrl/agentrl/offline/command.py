@@ -47,6 +47,8 @@ class Prepared(Generic[E]):
     objective: Objective[E]
     examples: Sequence[E]
     held_out: Sequence[E]
+    scores: bool = False
+    """Whether the adapter is a reward model."""
 
 
 def run_offline(
@@ -151,7 +153,7 @@ def _train(
     torch.set_num_threads(1)  # until the model's size is known
     backend = local_clients(
         config.model, config.learning, folder.root, display.note,
-        names=[config.model.adapter], seed=config.run.seed,
+        names=[config.model.adapter], seed=config.run.seed, score=prepared.scores,
     )  # fmt: skip
     run = OfflineRun(
         config, prepared.objective, prepared.examples, prepared.held_out, folder, store, run_id,

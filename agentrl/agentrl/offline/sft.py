@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import random
-from collections import Counter
 from collections.abc import Sequence
 
 from agentrl.config.commands import SftConfig
 from agentrl.config.errors import ConfigError
-from agentrl.console.output import print_line, print_sentences
+from agentrl.console.output import print_line
 from agentrl.datasets.chats import to_chat
 from agentrl.datasets.files import read_records
-from agentrl.datasets.recorded import Sample, Samples, run_samples, served_samples
+from agentrl.datasets.recorded import Sample, run_samples, served_samples
 from agentrl.datasets.rendering import chat_rows
+from agentrl.datasets.samples import Samples
 from agentrl.offline.command import Prepared
+from agentrl.offline.examples import train_and_held_out
 from agentrl_proxy.rendering.renderer import Renderer
 from agentrl_trainer.client import AdamParams, TrainingClient
 from agentrl_trainer.data.training_row import TrainingRow
@@ -68,21 +68,18 @@ def prepare(config: SftConfig, facts: ModelFacts) -> Prepared[TrainingRow]:
         found = served_samples(data.from_served, data.train_on == "last")
     else:
         found = _of_chats(data.source or "", "data.source", renderer, config)
-    train, held_out = _fitting(found, longest, "examples"), []
-    share = _share(data.held_out)
-    if share is not None:
-        train, held_out = split(train, share, config.run.seed)
-    elif data.held_out is not None:
-        other = _of_chats(data.held_out, "data.held_out", renderer, config)
-        held_out = _fitting(other, longest, "held-out examples")
+    train, held_out = train_and_held_out(
+        found, data.held_out, longest, config.run.seed,
+        lambda source: _of_chats(source, "data.held_out", renderer, config),
+    )  # fmt: skip
     _tell("train on", train)
     if held_out:
         _tell("hold out", held_out)
     return Prepared(Sft(), [one.row for one in train], [one.row for one in held_out])
 
 
-def _of_chats(source: str, field: str, renderer: Renderer, config: SftConfig) -> Samples:
-    found = Samples([])
+def _of_chats(source: str, field: str, renderer: Renderer, config: SftConfig) -> Samples[Sample]:
+    found = Samples[Sample]([])
     for record in read_records(source, field):
         chat = to_chat(record)
         try:
@@ -93,59 +90,6 @@ def _of_chats(source: str, field: str, renderer: Renderer, config: SftConfig) ->
             found.left_out[f"chats without an answer that trains ({config.data.train_on})"] += 1
         found.kept += [Sample(row, record.where) for row in rows]
     return found
-
-
-def _fitting(found: Samples, longest: int, what: str) -> list[Sample]:
-    """Return the samples that fit into the context, and tell what is left out.
-
-    Raises:
-        ConfigError: nothing is left.
-    """
-    fitting = [one for one in found.kept if len(one.row.tokens) <= longest]
-    too_long = Counter({f"rows longer than {longest:,} tokens": len(found.kept) - len(fitting)})
-    left_out = found.left_out + too_long
-    said = "; ".join(f"{count:,} {why}" for why, count in left_out.items() if count)
-    if not fitting:
-        raise ConfigError(f"data: there are no {what}" + (f": left out are {said}" if said else ""))
-    if said:
-        print_sentences(f"{what}: left out are {said}", "yellow")
-    return fitting
-
-
-def _share(held_out: str | None) -> float | None:
-    """Read a share of the examples, such as 0.1; None for a file or nothing.
-
-    Raises:
-        ConfigError: it is not between 0 and 1.
-    """
-    try:
-        share = float(held_out or "")
-    except ValueError:
-        return None
-    if not 0 < share < 1:
-        raise ConfigError(f"data.held_out: {held_out}: give a share between 0 and 1, or a file")
-    return share
-
-
-def split(samples: Sequence[Sample], share: float, seed: int) -> tuple[list[Sample], list[Sample]]:
-    """Hold out the samples of a share of the tasks, drawn by the seed.
-
-    Raises:
-        ConfigError: one of the two parts would be empty.
-    """
-    tasks = sorted({one.task for one in samples})
-    random.Random(seed).shuffle(tasks)
-    held_out = set(tasks[: round(share * len(tasks))])
-    parts = (
-        [one for one in samples if one.task not in held_out],
-        [one for one in samples if one.task in held_out],
-    )
-    if not all(parts):
-        raise ConfigError(
-            f"data.held_out: {share:g} of {len(tasks)} tasks leaves one of the parts empty; give "
-            "another share, or a file"
-        )
-    return parts
 
 
 def _tell(what: str, samples: Sequence[Sample]) -> None:

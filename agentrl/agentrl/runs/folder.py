@@ -305,6 +305,11 @@ def adapter_folders(config: ModelCommand, source: str | Path | None) -> dict[str
     if source is None:
         return {}
     found = find_adapters(source, "adapter_path")
+    if any(map(is_reward_model, found.values())):
+        raise ConfigError(
+            f"adapter_path: {str(source)!r} is a reward model, which writes no answers; give it to "
+            f"a training: agentrl train AGENT --rewards model:{source}"
+        )
     names = list(config.adapters) or sorted(found)
     if len(found) == 1:
         if config.sole_adapter is None:
@@ -319,6 +324,12 @@ def adapter_folders(config: ModelCommand, source: str | Path | None) -> dict[str
             f"{', '.join(sorted(found))}"
         )
     return {name: found[name].absolute() for name in names}
+
+
+def is_reward_model(adapter: Path) -> bool:
+    """Tell whether a PEFT folder is of a reward model, which scores texts and writes none."""
+    config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
+    return config.get("task_type") == "SEQ_CLS"
 
 
 def _versions(adapter: Path) -> list[tuple[int, Path]]:

@@ -85,6 +85,7 @@ def local_clients(
     value: ValueParams | None = None,
     reference: Path | None = None,
     alone: bool = True,
+    score: bool = False,
 ) -> TrainingClients:
     """Create fresh adapters over the base model in this process, with seeds of their own.
 
@@ -93,12 +94,13 @@ def local_clients(
         value: how a value function learns beside them.
         reference: the adapter that is the reference of the KL.
         alone: no sampler computes at the same time.
+        score: the adapters are reward models.
     """
     service = ServiceClient(
         folder=folder, device=model.device, dtype=model.dtype, load_in_4bit=model.load_in_4bit,
         trust_remote_code=model.trust_remote_code, chat_template=model.chat_template,
         token_budget=learning.micro_batch_tokens,
-        gradient_checkpointing=learning.gradient_checkpointing, value=value,
+        gradient_checkpointing=learning.gradient_checkpointing, value=value, score=score,
     )  # fmt: skip
     clients = _adapters(service, model.name, learning.rank, names, seed, alpha=learning.alpha)
     client = next(iter(clients.values()))

@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from torch import Tensor
 
@@ -29,8 +29,8 @@ from agentrl_trainer.client.rows import metrics_of, outputs, to_rows
 from agentrl_trainer.client.sampling import Client, SamplingClient
 from agentrl_trainer.client.types import (
     AdamParams,
+    D,
     Data,
-    Datum,
     Folder,
     ForwardBackwardOutput,
     LoraOptions,
@@ -45,7 +45,6 @@ from agentrl_trainer.learner.learner import Learner
 from agentrl_trainer.learner.loss_options import LossConfig, parse_loss_options
 from agentrl_trainer.learner.losses import CustomLoss
 from agentrl_trainer.learner.prepare_batch import UpdateSettings, prepare
-from agentrl_trainer.models.lora import save_adapter
 from agentrl_trainer.names import check_name
 
 if TYPE_CHECKING:
@@ -149,17 +148,17 @@ class TrainingClient(Client):
         return self._accumulate(work) if call.backward else self._run(work)
 
     def forward_backward_custom(
-        self, data: Sequence[Datum], loss_fn: CustomLoss[Datum], **tinker: Any
+        self, data: Sequence[D], loss_fn: CustomLoss[D], **tinker: Any
     ) -> APIFuture[ForwardBackwardOutput]:
         """Run ``forward_backward`` with a function ``(data, logprobs) -> (loss, metrics)``.
 
-        ``logprobs`` are torch tensors [T], one for each datum. The function runs on the training
-        thread, in its turn; it must not wait for another operation of that thread.
+        ``logprobs`` are torch tensors [T], one for each datum or training row. The function runs on
+        the training thread, in its turn; it must not wait for another operation of that thread.
         """
         check_tinker_only("forward_backward_custom", tinker)
         if not callable(loss_fn):
             raise ValueError(f"loss_fn must be a function of (data, logprobs), not {loss_fn!r}")
-        rows = self._rows(data, None)
+        rows = self._rows(cast(Data, data), None)
         found: list[list[float]] = []
 
         def of_targets(_: Any, logprobs: list[Tensor]) -> tuple[Tensor, Mapping[str, float]]:
@@ -301,7 +300,7 @@ class TrainingClient(Client):
         target = name if isinstance(name, Path) else self._target(SAMPLERS, name, overwrite=True)
 
         def work() -> SavedPath:
-            save_adapter(self._base.learner.model, self._name, target)
+            self._base.learner.save(self._name, target)
             return SavedPath(str(target))
 
         return self._run(work)
@@ -323,7 +322,7 @@ class TrainingClient(Client):
 
         def work() -> str:
             with tempfile.TemporaryDirectory(prefix="agentrl-") as folder:
-                save_adapter(self._base.learner.model, self._name, Path(folder) / "adapter")
+                self._base.learner.save(self._name, Path(folder) / "adapter")
                 return self._base.serve(Path(folder) / "adapter")
 
         return SamplingClient(self._base, self._run(work))

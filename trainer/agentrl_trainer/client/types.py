@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -94,6 +94,10 @@ class Datum:
 
 Data: TypeAlias = Sequence[Datum] | Sequence[TrainingRow]
 """What can be learned from: Tinker's datums, or the trainer's own rows."""
+
+
+D = TypeVar("D", Datum, TrainingRow)
+"""One of them."""
 
 
 class LossCall(NamedTuple):

@@ -8,7 +8,7 @@ active at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from agentrl_trainer.data.packing import MicroBatch, count_tokens, pack
 from agentrl_trainer.data.training_row import LOSS_EXTRA, TrainingRow, with_extra
-from agentrl_trainer.learner.logprobs import TokenLogprobs, scatter
+from agentrl_trainer.learner.logprobs import TokenLogprobs, columns_of, gather, scatter
 from agentrl_trainer.learner.loss_options import (
     AdamParams,
     LossConfig,
@@ -29,6 +29,7 @@ from agentrl_trainer.learner.loss_options import (
 from agentrl_trainer.learner.losses import LOSSES, CustomLoss, Sums, add_sums, token_sums
 from agentrl_trainer.learner.optimizers import VALUE, AdapterOptimizers
 from agentrl_trainer.learner.prepare_batch import finite_parts
+from agentrl_trainer.learner.reward_head import RewardHead
 from agentrl_trainer.learner.stems import OpenStems
 from agentrl_trainer.learner.step_stats import StepStats, step_stats
 from agentrl_trainer.learner.value_head import ValueHead, value_loss
@@ -43,6 +44,7 @@ from agentrl_trainer.models.lora import (
     attach_adapter,
     attach_saved_adapter,
     lora_config,
+    save_adapter,
 )
 from agentrl_trainer.models.lora_targets import what_is_trained
 
@@ -55,10 +57,12 @@ class Learner(AdapterOptimizers):
 
     ``adapters`` are drawn from ``seed`` and their position, with B at zero: they start as the base
     model. The base model is put under PEFT in place; use it for nothing else afterwards. ``value``:
-    each adapter gets a value function, which learns from rows with ``returns``.
+    each adapter gets a value function, which learns from rows with ``returns``. ``score``: adapters
+    become reward models. Each has a head that trains with it, and scores stand where log-probs
+    would (``forward``, ``forward_backward_custom``): see ``reward_head.score_row``.
 
     Raises:
-        ValueError: adapter names repeat, or the model shows no hidden states to a value function.
+        ValueError: adapter names repeat, or the model shows no hidden states to a head.
     """
 
     def __init__(
@@ -74,6 +78,7 @@ class Learner(AdapterOptimizers):
         token_budget: int | None = None,
         gradient_checkpointing: bool = False,
         value: ValueParams | None = None,
+        score: bool = False,
     ) -> None:
         super().__init__(adam or AdamParams(), value.lr if value else 0.0)
         self.base = base
@@ -81,12 +86,15 @@ class Learner(AdapterOptimizers):
         self.token_budget = token_budget or default_token_budget(base.device.type)
         self.value = value
         self.value_heads: dict[str, ValueHead] = {}
+        self.score = score
+        self.reward_heads: dict[str, RewardHead] = {}
         self.model = attach_adapter(base, adapters[0], lora_config(rank, alpha, targets), seed)
         # Dropout would make the trainer's policy differ from the sampler's.
         evaluation_mode(self.model)
         self._logprobs = TokenLogprobs(base.model)
-        if value is not None and (why := self._logprobs.why_all_logits):
-            raise ValueError(f"a value function needs the model's hidden states, but {why}")
+        if (value or score) and (why := self._logprobs.why_all_logits):
+            what = "reward model" if score else "value function"
+            raise ValueError(f"a {what} needs the model's hidden states, but {why}")
         self._train(adapters[0], seed)
         for i, name in enumerate(adapters[1:], start=1):
             self.add_adapter(name, rank=rank, alpha=alpha, targets=targets, seed=seed + i)
@@ -110,13 +118,24 @@ class Learner(AdapterOptimizers):
         self._train(name, seed)
 
     def _train(self, name: str, seed: int) -> None:
-        """Give an attached adapter its optimizer, and a value function if there are any."""
-        self.add_parameters(name, adapter_parameters(self.model, name))
+        """Give an attached adapter its heads, if there are any, and its optimizer."""
+        parameters = adapter_parameters(self.model, name)
+        if self.score:
+            head = self.reward_heads[name] = RewardHead(self._width, seed=seed).to(self.base.device)
+            parameters |= dict(head.named_parameters())
+        self.add_parameters(name, parameters)
         if self.value is not None:
-            width = self.base.model.config.get_text_config().hidden_size
-            head = ValueHead(width, seed=seed).to(self.base.device)
-            self.value_heads[name] = head
+            head = self.value_heads[name] = ValueHead(self._width, seed=seed).to(self.base.device)
             self.add_parameters(VALUE + name, dict(head.named_parameters()))
+
+    @property
+    def _width(self) -> int:
+        return self.base.model.config.get_text_config().hidden_size
+
+    def save(self, name: str, folder: str | Path) -> None:
+        """Write an adapter, with its reward head if it has one, as a PEFT folder."""
+        head = self.reward_heads[name].score.weight if self.score else None
+        save_adapter(self.model, name, folder, head)
 
     def remove_adapter(self, name: str) -> None:
         """Forget an adapter: weights, optimizer, value function and accumulated gradients.
@@ -128,6 +147,7 @@ class Learner(AdapterOptimizers):
         """
         self.remove_parameters(name)
         self.value_heads.pop(name, None)
+        self.reward_heads.pop(name, None)
         if self.adapters:
             self._activate(self.adapters[0])
         self.model.delete_adapter(name)
@@ -150,7 +170,7 @@ class Learner(AdapterOptimizers):
 
     def forward(self, rows: Sequence[TrainingRow]) -> list[list[float]]:
         """Compute the log-prob of each trained token, aligned with ``tokens``; 0 elsewhere."""
-        return self._compute(rows, self._logprobs)
+        return self._compute(rows, lambda batch: self._forward_batch(batch)[0])
 
     def values(self, rows: Sequence[TrainingRow]) -> list[list[float]]:
         """Predict the value before each trained token, aligned as in ``forward``."""
@@ -242,8 +262,10 @@ class Learner(AdapterOptimizers):
         stems.before(None)
 
     def _forward_batch(self, batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
-        """Compute [N] float32 log-probs of the targets; with a value function, [N, hidden] states
-        too, through which no gradient flows."""
+        """Compute [N] float32 log-probs of the targets, or scores; with a value function, [N,
+        hidden] states too, through which no gradient flows."""
+        if self.score:
+            return self.reward_heads[batch.adapter](self._logprobs.hidden(batch)), None
         if self.value is None:
             return self._logprobs(batch), None
         hidden = self._logprobs.hidden(batch)
@@ -290,11 +312,11 @@ class Learner(AdapterOptimizers):
         with torch.set_grad_enabled(backward):
             for batch in self._ready(stems := self._stems(batches, backward=backward)):
                 logprobs, hidden = self._forward_batch(batch)
-                more = {"sequences": batch.rows, **_columns(rows, batch, LOSS_EXTRA)}
+                more = {"sequences": batch.rows, **columns_of(rows, batch, LOSS_EXTRA)}
                 given = (logprobs, batch.logprobs, batch.advantages, config)
                 value, part = LOSSES[loss](*given, **more)
                 if hidden is not None and self.value is not None:
-                    learn = _columns(rows, batch, ("returns", "values", "weights"))
+                    learn = columns_of(rows, batch, ("returns", "values", "weights"))
                     if "returns" in learn:
                         predicted = self.value_heads[batch.adapter](hidden)
                         more, more_sums = value_loss(predicted, params=self.value, **learn)
@@ -363,7 +385,7 @@ class Learner(AdapterOptimizers):
         for batch in self._ready(stems := self._stems(batches, backward=True)):
             computed = self._forward_batch(batch)[0] if kept is None else kept
             sums = add_sums(sums, token_sums(computed, computed - batch.logprobs))
-            if not self._backward((computed * _gather(batch, slopes)).sum(), batch.adapter):
+            if not self._backward((computed * gather(batch, slopes)).sum(), batch.adapter):
                 break
         counts = count_tokens(rows, batches, recomputed=stems.recomputed)
         stats = step_stats(loss.item(), sums, counts, non_finite=bool(self.non_finite))
@@ -373,24 +395,3 @@ class Learner(AdapterOptimizers):
 def default_token_budget(device: str) -> int:
     """Return the tokens of a micro-batch on a device of this type."""
     return 16384 if device == "cuda" else 4096
-
-
-def _gather(batch: MicroBatch, columns: Mapping[int, Sequence[float]]) -> Tensor:
-    """Collect [N] values of the batch's trained tokens; ``columns``: by the index of the row."""
-    where = zip(batch.rows.tolist(), batch.columns.tolist(), strict=True)
-    values = [columns[batch.indices[row]][column + 1] for row, column in where]
-    return torch.tensor(values, dtype=torch.float32, device=batch.targets.device)
-
-
-def _columns(
-    rows: Sequence[TrainingRow], batch: MicroBatch, names: Iterable[str]
-) -> dict[str, Tensor]:
-    """Collect {name: [N]} of those ``names`` that the batch's rows have."""
-    found: dict[str, Tensor] = {}
-    for name in names:
-        having = [index for index in batch.indices if name in rows[index].extra]
-        if having and len(having) < len(batch.indices):
-            raise ValueError(f"some rows have {name!r} and some have not: give it to all or none")
-        if having:
-            found[name] = _gather(batch, {index: rows[index].extra[name] for index in having})
-    return found

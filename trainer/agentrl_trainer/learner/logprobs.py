@@ -8,6 +8,7 @@ them at a time. ``model_support`` finds out whether a model allows both.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import repeat
 from typing import Any, cast
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from agentrl_trainer.data.packing import MicroBatch
+from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.learner.model_support import (
     decoder_states,
     why_no_flex,
@@ -130,6 +132,27 @@ def scatter(batch: MicroBatch, values: Tensor, result: list[list[float]]) -> Non
     where = zip(batch.rows.tolist(), batch.columns.tolist(), values.tolist(), strict=True)
     for row, column, value in where:
         result[batch.indices[row]][column + 1] = value
+
+
+def gather(batch: MicroBatch, columns: Mapping[int, Sequence[float]]) -> Tensor:
+    """Collect [N] values of the batch's trained tokens; ``columns``: by the index of the row."""
+    where = zip(batch.rows.tolist(), batch.columns.tolist(), strict=True)
+    values = [columns[batch.indices[row]][column + 1] for row, column in where]
+    return torch.tensor(values, dtype=torch.float32, device=batch.targets.device)
+
+
+def columns_of(
+    rows: Sequence[TrainingRow], batch: MicroBatch, names: Iterable[str]
+) -> dict[str, Tensor]:
+    """Collect {name: [N]} of those ``names`` that the batch's rows have."""
+    found: dict[str, Tensor] = {}
+    for name in names:
+        having = [index for index in batch.indices if name in rows[index].extra]
+        if having and len(having) < len(batch.indices):
+            raise ValueError(f"some rows have {name!r} and some have not: give it to all or none")
+        if having:
+            found[name] = gather(batch, {index: rows[index].extra[name] for index in having})
+    return found
 
 
 # ---- the output embedding

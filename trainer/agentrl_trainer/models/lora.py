@@ -17,7 +17,7 @@ import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from agentrl_trainer.checkpoint import atomic_folder
@@ -30,6 +30,10 @@ from agentrl_trainer.models.sources import ModelError, resolve_model
 WEIGHTS_FILE = "adapter_model.safetensors"
 _BILLIONS = re.compile(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)B(?![A-Za-z0-9])", re.IGNORECASE)
 CONFIG_FILE = "adapter_config.json"
+HEAD_KEY = "score.weight"
+"""A reward model's head [1, hidden], named as by transformers' models for sequence classification.
+"""
+_SAVED_HEAD = f"base_model.model.{HEAD_KEY}"
 _state = partial(get_peft_model_state_dict, save_embedding_layers=False)
 
 
@@ -105,14 +109,20 @@ def adapter_parameters(model: PeftModel, name: str) -> dict[str, nn.Parameter]:
     return {match[1] + match[2]: parameter for match, parameter in named if match}
 
 
-def save_adapter(peft_model: PeftModel, adapter_name: str, folder: str | Path) -> None:
+def save_adapter(
+    peft_model: PeftModel, adapter_name: str, folder: str | Path, head: Tensor | None = None
+) -> None:
     """Write a PEFT folder; readers see either nothing or the whole of it.
 
-    A folder that is already there is replaced.
+    A folder that is already there is replaced. ``head``: of a reward model. The folder is then one
+    that PEFT's ``AutoPeftModelForSequenceClassification`` loads with ``num_labels=1``.
     """
     state = _state(peft_model, adapter_name=adapter_name)
     tensors = {key: value.detach().cpu().contiguous() for key, value in state.items()}
     config = peft_model.peft_config[adapter_name].to_dict() | {"inference_mode": True}
+    if head is not None:
+        tensors[_SAVED_HEAD] = head.detach().cpu().contiguous()
+        config |= {"task_type": "SEQ_CLS", "modules_to_save": ["classifier", "score"]}
     # Sets have no order (nor a JSON form): sorted, so that equal adapters give equal files.
     plain = {k: sorted(v) if isinstance(v, set) else v for k, v in config.items()}
     with atomic_folder(Path(folder)) as staging:
@@ -128,6 +138,8 @@ def load_adapter_weights(peft_model: PeftModel, adapter_name: str, folder: str |
     """
     state = _state(peft_model, adapter_name=adapter_name)
     loaded = load_file(str(Path(folder) / WEIGHTS_FILE))
+    if _SAVED_HEAD not in state:  # a learner's head is not part of its PEFT model
+        loaded.pop(_SAVED_HEAD, None)
     shapes = [{key: [*x.shape] for key, x in tensors.items()} for tensors in (state, loaded)]
     for key in sorted(state.keys() | loaded.keys()):
         here, there = (own.get(key, "missing") for own in shapes)
@@ -140,6 +152,20 @@ def load_adapter_weights(peft_model: PeftModel, adapter_name: str, folder: str |
     with torch.no_grad():
         for key, tensor in state.items():
             tensor.copy_(loaded[key])
+
+
+def read_reward_head(folder: str | Path) -> Tensor:
+    """Read a reward model's head, [1, hidden].
+
+    Raises:
+        ModelError: the folder has none with one label.
+    """
+    with safe_open(str(Path(folder) / WEIGHTS_FILE), framework="pt") as file:
+        if _SAVED_HEAD in file.keys():  # noqa: SIM118 - not a mapping
+            head = file.get_tensor(_SAVED_HEAD)
+            if head.shape[0] == 1:
+                return head
+    raise ModelError(f"reward model: {folder} has no head of one label ({_SAVED_HEAD}).")
 
 
 def read_adapter(peft_model: PeftModel, adapter_name: str, folder: str | Path) -> None:

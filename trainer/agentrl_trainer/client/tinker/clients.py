@@ -36,6 +36,7 @@ from agentrl_trainer.client.tinker.rows import (
 from agentrl_trainer.client.training import TrainingClient
 from agentrl_trainer.client.types import (
     AdamParams,
+    D,
     Data,
     Datum,
     Folder,
@@ -110,12 +111,12 @@ class TinkerTrainingClient(TrainingClient):
         return self._call(_output, method, data, call.loss_fn, call.config)
 
     def forward_backward_custom(
-        self, data: Sequence[Datum], loss_fn: CustomLoss[Datum], **more: Any
+        self, data: Sequence[D], loss_fn: CustomLoss[D], **more: Any
     ) -> APIFuture[ForwardBackwardOutput]:
         def of_ours(_: Any, logprobs: list[Tensor]) -> tuple[Tensor, Mapping[str, float]]:
             return loss_fn(data, logprobs)
 
-        sent = _datums(data)
+        sent = _datums(cast(Data, data))
         return self._call(_output, "forward_backward_custom", sent, of_ours, **more)
 
     def _loss_of_rows(self, call: LossCall) -> APIFuture[ForwardBackwardOutput]:

@@ -1,0 +1,80 @@
+"""Score whole rows of tokens by a number: a reward model's head, its rows and its losses.
+
+Knows tensors and training rows, not models. The head is the one of transformers'
+``AutoModelForSequenceClassification`` with one label: linear, without a bias, on the decoder's
+output for the last token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
+
+from agentrl_trainer.data.training_row import TrainingRow
+from agentrl_trainer.learner.losses import CustomLoss
+from agentrl_trainer.learner.preference_losses import preference_metrics
+
+
+class RewardHead(nn.Module):
+    """``[N, hidden] -> [N]`` float32.
+
+    Weights are drawn from N(0, 1 / (hidden + 1)), as by Stiennon et al. (arXiv:2009.01325).
+    """
+
+    def __init__(self, hidden_size: int, *, seed: int) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.score = nn.Linear(hidden_size, 1, bias=False)
+            nn.init.normal_(self.score.weight, std=(hidden_size + 1) ** -0.5)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.score(hidden.float())[:, 0]
+
+
+def score_row(tokens: Sequence[int], adapter: str = "default") -> TrainingRow:
+    """Make the row by which a learner with reward heads scores ``tokens``.
+
+    The learner reads what it would predict the next token from. So the row has one token more that
+    is marked as trained, whose value is never read.
+    """
+    size = len(tokens) + 1
+    mask = [False] * len(tokens) + [True]
+    return TrainingRow([*tokens, 0], mask, [0.0] * size, [0.0] * size, adapter)
+
+
+def bradley_terry(chosen: Tensor, rejected: Tensor) -> tuple[Tensor, dict[str, float]]:
+    """Compute the mean of -log sigmoid(chosen - rejected) over scores [pairs] (Bradley and Terry,
+    1952; arXiv:2203.02155, equation 1), and TRL's metrics of it."""
+    return -logsigmoid(chosen - rejected).mean(), preference_metrics(chosen, rejected)
+
+
+def regression(scores: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, float]]:
+    """Compute the mean squared error of scores [rows], and the share of the targets' variance that
+    they explain (R squared; 0 where the targets have none)."""
+    error = (scores - targets).square().mean()
+    spread = (targets - targets.mean()).square().mean().item()
+    explained = 1 - error.item() / spread if spread else 0.0
+    return error, {"rewards/explained": explained, "rewards/error": error.item() ** 0.5}
+
+
+def pair_scores_loss(
+    rows: Sequence[TrainingRow], scores: list[Tensor]
+) -> tuple[Tensor, Mapping[str, float]]:
+    """Compute ``bradley_terry`` in ``forward_backward_custom``; the rows are ``score_row``s of
+    chosen and rejected answers in turn."""
+    found = torch.stack([row.sum() for row in scores])
+    return bradley_terry(found[0::2], found[1::2])
+
+
+def regression_loss(targets: Sequence[float]) -> CustomLoss[TrainingRow]:
+    """Make the ``regression`` of ``score_row``s for ``forward_backward_custom``."""
+
+    def loss(_: object, scores: list[Tensor]) -> tuple[Tensor, Mapping[str, float]]:
+        found = torch.stack([row.sum() for row in scores])
+        return regression(found, found.new_tensor(targets))
+
+    return loss
