@@ -16,6 +16,7 @@ from agentrl.gateway.handle import fetch_model
 from agentrl.interrupts import end_in_order
 from agentrl.runs.best_adapter import which_adapter
 from agentrl.runs.folder import RunFolder, adapter_folders
+from agentrl.training.initial_adapters import find_initial
 from agentrl.training.session import Session
 from agentrl_tracer.schemas import Call, Json, NewRollout, Rollout, SkipReason
 
@@ -56,8 +57,10 @@ def fixed_model(
         kind: ``check``, ``eval`` or ``run``.
         asks_for: the model that the agent is told to ask for; by default the run's own.
     """
-    adapters: dict[str, Path] = {}
-    if not isinstance(config, CheckConfig):
+    if isinstance(config, CheckConfig):
+        initial = find_initial(config.learning, list(config.trained), config.model.name)
+        adapters = {name: one.folder for name, one in initial.loras.items()} if initial else {}
+    else:
         adapters = adapter_folders(config, config.model.adapter_path)
         if said := which_adapter(config.model.adapter_path, adapters):
             print_sentences(said)

@@ -28,6 +28,7 @@ from agentrl.runs.folder import RunFolder, how_to_fetch
 from agentrl.runs.recorded import SHELL_IN, how_to_continue
 from agentrl.supervisor import SupervisedProcess
 from agentrl.timing import heavy_imports
+from agentrl.training.initial_adapters import find_initial
 from agentrl.training.resume import check_resume, go_back, return_to_start, tell_changes
 from agentrl.training.session import Session
 
@@ -61,7 +62,11 @@ def train_command(*tokens: Tokens) -> None:
             go_back(folder, step)
         tell_changes(changes, print_line)
     else:
+        initial = find_initial(config.learning, list(config.trained), config.model.name)
         folder = RunFolder.create(config.run.folder, config.run.name, "train")
+        if initial is not None:
+            initial.keep(folder)
+            print_line((initial.told, "dim"))
     note_start(folder, steps)
     end_in_order(partial(how_to_continue, folder))
     print_line((f"run folder {folder.root}", "dim"))

@@ -128,7 +128,7 @@ class TrainConfig(ModelCommand):
         "sampler.kind=sampler run.backend rollouts.runners rollouts.rollouts_per_process "
         "rollouts.timeout sampler.max_tokens sampler.temperature rollouts.batch_size "
         "rollouts.group_size rollouts.max_staleness algorithm.loss algorithm.estimator "
-        "learning.learning_rate learning.rank "
+        "learning.learning_rate learning.rank learning.init_adapter learning.init_optimizer "
         "gateway.allowed_hosts=allowed-host run.steps run.ui guards.max_hours "
         "guards.max_run_tokens "
         "guards.max_cost run.seed run.name run.folder=runs"

@@ -13,6 +13,7 @@ import torch
 from agentrl.capacity import available_cores, trainer_threads
 from agentrl.config.commands import TrainConfig
 from agentrl.training.algorithm import REFERENCE, value_params
+from agentrl.training.initial_adapters import create_adapters
 from agentrl.training.session import RunError
 from agentrl_trainer.client import ServiceClient, TrainingClient
 from agentrl_trainer.learner.optimizers import default_learning_rate
@@ -42,7 +43,7 @@ class TrainingClients:
 def create_clients(
     config: TrainConfig, folder: Path, note: Callable[[str], None]
 ) -> TrainingClients:
-    """Create fresh adapters over the base model.
+    """Create the adapters of a run over the base model.
 
     Args:
         folder: of the run; the clients save there.
@@ -66,7 +67,8 @@ def _on_this_machine(
         trust_remote_code=model.trust_remote_code, token_budget=learning.micro_batch_tokens,
         gradient_checkpointing=learning.gradient_checkpointing, value=value_params(config),
     )  # fmt: skip
-    clients = _adapters(service, config, alpha=learning.alpha)
+    names, seed = list(config.trained), config.run.seed
+    clients = create_adapters(service, model.name, learning, names, seed, folder)
     client = next(iter(clients.values()))
     base = client.local(lambda learner: learner.base).result()
     for name, of in clients.items():
@@ -112,20 +114,14 @@ def _on_tinker(config: TrainConfig, folder: Path) -> TrainingClients:
     try:
         service = ServiceClient(backend="tinker", base_url=config.tinker.base_url, folder=folder)
         served = {one.model_name: one for one in service.get_server_capabilities().supported_models}
-        clients = _adapters(service, config)
+        clients = {
+            name: service.create_lora_training_client(
+                model, config.learning.rank, config.run.seed + index, name=name
+            )
+            for index, name in enumerate(config.trained)
+        }
     except (ValueError, *failures) as error:
         raise RunError(f"run.backend: Tinker refuses to train {model}: {error}") from error
     limit = served[model].max_context_length if model in served else None
     context_length = min(facts.context_length, limit or facts.context_length)
     return TrainingClients(service, clients, context_length, facts.tokenizer, rate, failures)
-
-
-def _adapters(
-    service: ServiceClient, config: TrainConfig, **lora: Any
-) -> dict[str, TrainingClient]:
-    """Make a client for each adapter, with seeds of their own."""
-    create, rank, seed = service.create_lora_training_client, config.learning.rank, config.run.seed
-    return {
-        name: create(config.model.name, rank, seed + index, name=name, **lora)
-        for index, name in enumerate(config.trained)
-    }
