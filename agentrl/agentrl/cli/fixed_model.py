@@ -48,6 +48,7 @@ def fixed_model(
     kind: str,
     tasks: Sequence[Json],
     asks_for: str | None = None,
+    source: str | Path | None = None,
 ) -> Iterator[FixedModel]:
     """Run gateway and runners with the model or the adapters that the settings name.
 
@@ -56,13 +57,15 @@ def fixed_model(
     Args:
         kind: ``check``, ``eval`` or ``run``.
         asks_for: the model that the agent is told to ask for; by default the run's own.
+        source: the adapters, as ``find_adapters`` takes them; by default the base model. A check
+            has what its training starts from.
     """
     if isinstance(config, CheckConfig):
         initial = find_initial(config.learning, list(config.trained), config.model.name)
         adapters = {name: one.folder for name, one in initial.loras.items()} if initial else {}
     else:
-        adapters = adapter_folders(config, config.model.adapter_path)
-        if said := which_adapter(config.model.adapter_path, adapters):
+        adapters = adapter_folders(config, source)
+        if said := which_adapter(source, adapters):
             print_sentences(said)
         config.adapters = config.adapters or {name: AdapterSettings() for name in adapters}
     fetch_model(config)

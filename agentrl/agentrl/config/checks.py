@@ -93,7 +93,7 @@ def check_train(config: TrainConfig) -> None:
             config.guards.on_collapse == "roll_back", 'guards.on_collapse = "roll_back"',
         ),
         "learning.init_optimizer": (
-            config.learning.init_adapter is not None, "learning.init_adapter, whose optimizer it is",
+            config.learning.init_adapter is not None, "learning.init_adapter: it is that one's",
         ),
         "rollouts.stale": (rollouts.max_staleness > 0, "a max_staleness above 0"),
         "tinker": (config.run.backend == "tinker", 'run.backend = "tinker"'),

@@ -27,6 +27,7 @@ from agentrl.config.settings.algorithm import AlgorithmSettings
 from agentrl.config.settings.evaluation import (
     CheckSettings,
     EvalEvaluationSettings,
+    InspectSettings,
     TrainEvaluationSettings,
 )
 from agentrl.config.settings.gateway import (
@@ -74,6 +75,8 @@ def _short(text: str) -> dict[str, tuple[str, ...]]:
 class _Command(Table):
     short_flags: ClassVar[dict[str, tuple[str, ...]]] = {}
     """By setting, its short flags without dashes; the short help shows these, in this order."""
+    argument: ClassVar[tuple[str, str]] = ("AGENT", "agent.entrypoint")
+    """The argument without a flag: its name in the help, and the setting that it is."""
 
     @model_validator(mode="before")
     @classmethod
@@ -178,6 +181,7 @@ class EvalConfig(ModelCommand):
 
     short_flags = _short(
         "evaluation.tasks evaluation.samples evaluation.temperature evaluation.success_reward "
+        "evaluation.by evaluation.fail_under "
         "agent.python agent.user=agent-user agent.sandbox=sandbox agent.harbor_agent "
         "model.name=model model.adapter_path model.answered_by sampler.kind=sampler "
         "sampler.max_tokens rollouts.runners rollouts.rollouts_per_process rollouts.timeout "
@@ -193,12 +197,12 @@ class EvalConfig(ModelCommand):
     @model_validator(mode="after")
     def _check(self) -> Self:
         name, known = self.model.answered_by, ", ".join(self.models) or "none"
-        if name is not None and self.model.adapter_path is not None:
-            raise ValueError("model.answered_by: give it or model.adapter_path, not both")
         if name is not None and name not in self.models:
             raise ValueError(
                 f"model.answered_by: there is no [models.{name}] in the file (there: {known})"
             )
+        if len({*self.model.adapter_path}) < len(self.model.adapter_path):
+            raise ValueError("model.adapter_path: an adapter is there twice; give it once")
         self.evaluation.sample_several(self.sampler)
         return self
 
@@ -230,6 +234,20 @@ class ServeConfig(ModelCommand):
 
     model: ServeModelSettings = ServeModelSettings()
     gateway: ServeGatewaySettings = ServeGatewaySettings()
+    run: ServeRunSettings = ServeRunSettings()
+
+
+class InspectConfig(ModelCommand):
+    """A task of inspect_ai."""
+
+    short_flags = _short(
+        "inspect.command inspect.args model.name=model model.adapter_path model.device "
+        "model.trust_remote_code sampler.kind=sampler sampler.max_tokens run.store"
+    )
+    argument = ("TASK", "inspect.task")
+
+    inspect: InspectSettings
+    model: ServeModelSettings = ServeModelSettings()
     run: ServeRunSettings = ServeRunSettings()
 
 
@@ -289,5 +307,6 @@ COMMANDS: dict[str, type[_Command]] = {
     "eval": EvalConfig,
     "run": RunConfig,
     "serve": ServeConfig,
+    "inspect": InspectConfig,
     "runner": JoinConfig,
 }

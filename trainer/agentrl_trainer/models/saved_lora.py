@@ -18,14 +18,14 @@ from agentrl_trainer.models.sources import ModelError
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
-_READ = frozenset(
+_READ = (
     "peft_type task_type base_model_name_or_path r lora_alpha use_rslora lora_dropout "
     "init_lora_weights target_modules target_parameters exclude_modules layers_to_transform "
-    "layers_pattern rank_pattern".split()
+    "layers_pattern rank_pattern"
 )
-_WITHOUT_EFFECT = frozenset(
+_WITHOUT_EFFECT = (
     "auto_mapping peft_version revision inference_mode fan_in_fan_out megatron_core "
-    "qalora_group_size loftq_config eva_config".split()
+    "qalora_group_size loftq_config eva_config"
 )
 """Fields that say nothing of the weights, or act only through a field that is refused."""
 _SELECT = ("exclude_modules", "layers_to_transform", "layers_pattern")
@@ -95,7 +95,7 @@ def _refuse_features(folder: Path, config: dict[str, Any]) -> None:
         raise refuse("task_type")
     if str(config.get("init_lora_weights")).lower().startswith(_OF_ITS_BASE):
         raise refuse("init_lora_weights")
-    for name in config.keys() - _READ - _WITHOUT_EFFECT:
+    for name in config.keys() - f"{_READ} {_WITHOUT_EFFECT}".split():
         if config[name] and config[name] != "none":  # bias
             raise refuse(name)
 
