@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 
 from rich.table import Table
@@ -16,37 +18,103 @@ from agentrl.cli.fixed_model import fixed_model
 from agentrl.cli.tasks import read_tasks
 from agentrl.config.checks import greedy_note
 from agentrl.config.commands import EvalConfig
+from agentrl.config.errors import ConfigError
 from agentrl.config.loading import load
-from agentrl.console.output import print_block, print_line, print_sentences
-from agentrl.console.tables import facts
-from agentrl.history.evaluations import Outcomes, pass_at, stored_outcomes
+from agentrl.console.output import console, print_block, print_line, print_sentences
+from agentrl.console.tables import facts, print_rows
+from agentrl.history.evaluations import (
+    Outcomes,
+    by_field,
+    fields,
+    has_field,
+    pair,
+    pass_at,
+    stored_outcomes,
+    success,
+)
 from agentrl.history.sources import open_run
 from agentrl.runner.agent_spec import validate_agent
-from agentrl.scoring.functions import load_functions
+from agentrl.runs.folder import RunFolder
+from agentrl.runs.statistics import Estimate
+from agentrl.scoring.functions import RewardFunction, load_functions
 from agentrl.training.evaluation import plan_evaluation
 from agentrl.training.metrics import count_failures
 from agentrl_tracer.schemas import Json
 from agentrl_trainer.data.rewards import rollout_rewards
 
 
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """One model's evaluation."""
+
+    name: str
+    """As it was given: ``runs/hello@best``, ``base``."""
+    is_base: bool
+    folder: RunFolder
+    found: Outcomes
+    summary: Json
+
+    @property
+    def accuracy(self) -> Estimate:
+        return success(self.found)
+
+
 def eval_command(*tokens: Tokens) -> None:
-    """Run an agent on tasks, with a model or a trained adapter, and count its successes.
+    """Run an agent on tasks, with a model or trained adapters, and count its successes.
 
     Prints the accuracy with its 95 % interval, pass@k with several --samples per task, and the mean
-    reward; the run folder keeps them in summary.json.
+    reward; the run folder keeps them in summary.json. Several --adapter-path, one of which may be
+    `base`, run the same tasks with the same seeds, each in a run folder of its own, and are
+    compared with the first by an exact paired test. The exit code is 1 below --fail-under.
     """
     config = load(EvalConfig, tokens)
     validate_agent(config.agent.entrypoint, other_python=config.agent.python is not None)
     rewards = load_functions(config.rewards)
-    how, model = config.evaluation, config.model
+    how = config.evaluation
     tasks = read_tasks(how.tasks, "evaluation.tasks", config.agent)
+    for field in how.by:
+        if not has_field(tasks, field):
+            known = ", ".join(fields(tasks)) or "none that groups them"
+            raise ConfigError(f"evaluation.by: no task has a field {field!r}; there is {known}")
     planned = len(tasks) * how.samples
     if why := choose_runners(config.model.name, config.agent, config.rollouts, planned):
         print_line((why, "dim"))
     if note := greedy_note(how.samples, how.temperature):
         print_sentences(f"note: {note}")
-    asks_for = model.adapter if model.answered_by else None
-    with fixed_model(config, "eval", tasks, asks_for, rewards) as made:
+    models = config.model.evaluated()
+    done = [_evaluate(config, tasks, rewards, *one, alone=len(models) == 1) for one in models]
+    print_rows(console, by_rows(tasks, done, how.by), apart=True)
+    if len(done) > 1:
+        columns = "model accuracy reward:+.3f points:+.1f gained lost p:.2g"
+        print_rows(console, comparison(done), columns, apart=True)
+        against = (
+            f"points, gained and lost tasks and p (paired exact sign-flip test): to {models[0][0]}"
+        )
+        print_sentences(against, "dim")
+    for one in done:
+        one.folder.write_json(one.folder.summary, one.summary | kept(tasks, done, one, how.by))
+    print_line((f"recorded in {', '.join(str(one.folder.root) for one in done)}", "dim"))
+    fail_under(done, how.fail_under)
+
+
+def _evaluate(
+    config: EvalConfig,
+    tasks: Sequence[Json],
+    rewards: Sequence[RewardFunction],
+    name: str,
+    source: str | None,
+    answered_by: str | None,
+    *,
+    alone: bool,
+) -> Evaluated:
+    """Run the tasks with one model, in a run folder of its own, and report its successes."""
+    config = config.model_copy(deep=True)
+    how, model = config.evaluation, config.model
+    model.adapter_path, model.answered_by = [source] if source else [], answered_by
+    if not alone:
+        print_line((name, "bold"))
+    asks_for = model.adapter if answered_by else None
+    with fixed_model(config, "eval", tasks, asks_for, rewards, source) as made:
         rollouts = made.execute(plan_evaluation(made.task_ids, 0, how, config.run.seed))
     session = made.session
     earned = rollout_rewards(rollouts, session.store.rewards([one.id for one in rollouts])).values()
@@ -60,19 +128,90 @@ def eval_command(*tokens: Tokens) -> None:
     refused = Counter(
         name
         for call in made.calls
-        if model.answered_by and call.model == model.adapter
+        if answered_by and call.model == model.adapter
         for name in call.params.get("not_enforced") or ()
     )
-    summary = scores | {"failures": problems, "not_enforced": refused}
+    summary = {"model": name, **scores, "failures": problems, "not_enforced": refused}
     session.folder.write_json(session.folder.summary, summary)
     print_block(evaluation_report(scores, problems))
-    for name, count in refused.items():
+    for setting, count in refused.items():
         print_sentences(
-            f"{model.answered_by} refuses {name} {how.temperature:g}: "
-            f"{count} answers were sampled at its own {name}",
+            f"{answered_by} refuses {setting} {how.temperature:g}: "
+            f"{count} answers were sampled at its own {setting}",
             "yellow",
         )
-    print_line((f"recorded in {session.folder.root}", "dim"))
+    return Evaluated(name, source is None and answered_by is None, session.folder, found, summary)
+
+
+# ---- several models, and fields of the tasks
+
+
+def comparison(done: Sequence[Evaluated]) -> list[Json]:
+    """Return a row for each model, compared with the first on the tasks that both have."""
+    rows: list[Json] = []
+    for one in done:
+        row = {"model": one.name, "accuracy": one.accuracy, "reward": one.summary["reward"]}
+        if one is not done[0] and (paired := pair(done[0].found, one.found)) is not None:
+            row |= {
+                "points": 100 * paired.difference,
+                "gained": len(paired.gained),
+                "lost": len(paired.lost),
+                "p": paired.p_value,
+            }
+        rows.append(row)
+    return rows
+
+
+def by_rows(tasks: Sequence[Json], done: Sequence[Evaluated], by: Sequence[str]) -> list[Json]:
+    """Return a row for each value of each field, with the accuracy of each model."""
+    rows: list[Json] = []
+    for field in by:
+        groups = [by_field(tasks, one.found, field) for one in done]
+        for label in dict.fromkeys(label for group in groups for label in group):
+            known = {
+                one.name if len(done) > 1 else "accuracy": success(group[label])
+                for one, group in zip(done, groups, strict=True)
+                if label in group
+            }
+            count = max(len(group.get(label, ())) for group in groups)
+            rows.append({"field": f"{field} = {label}", "tasks": count} | known)
+    return rows
+
+
+def kept(
+    tasks: Sequence[Json], done: Sequence[Evaluated], own: Evaluated, by: Sequence[str]
+) -> Json:
+    """Return what ``summary.json`` keeps beyond the scores: by field, and of the other models."""
+    kept: Json = {}
+    if by:
+        kept["by"] = {
+            field: {
+                label: {"tasks": len(group), **success(group)._asdict()}
+                for label, group in by_field(tasks, own.found, field).items()
+            }
+            for field in by
+        }
+    if len(done) > 1:
+        kept["compared"] = [
+            row | {"run": one.folder.name, "accuracy": one.accuracy._asdict()}
+            for one, row in zip(done, comparison(done), strict=True)
+        ]
+    return kept
+
+
+def fail_under(done: Sequence[Evaluated], least: float | None) -> None:
+    """Exit with 1 if a model is below what it is held to."""
+    if least is None:
+        return
+    held = [one for one in done if not one.is_base] or done
+    below = [one for one in held if one.accuracy.rate < least]
+    for one in below:
+        print_sentences(f"{one.name}: accuracy {one.accuracy.rate:.1%} is below {least:.1%}", "red")
+    if below:
+        sys.exit(1)
+
+
+# ---- one model
 
 
 def scores_of(found: Outcomes) -> Json:

@@ -18,6 +18,7 @@ from agentrl.runs.best_adapter import which_adapter
 from agentrl.runs.folder import RunFolder, adapter_folders
 from agentrl.scoring.functions import RewardFunction
 from agentrl.scoring.scorer import Scorer
+from agentrl.training.initial_adapters import find_initial
 from agentrl.training.session import Session
 from agentrl_tracer.schemas import Call, Json, NewRollout, Rollout, SkipReason
 
@@ -56,6 +57,7 @@ def fixed_model(
     tasks: Sequence[Json],
     asks_for: str | None = None,
     rewards: Sequence[RewardFunction] = (),
+    source: str | Path | None = None,
 ) -> Iterator[FixedModel]:
     """Run gateway and runners with the model or the adapters that the settings name.
 
@@ -65,11 +67,15 @@ def fixed_model(
         kind: ``check``, ``eval`` or ``run``.
         asks_for: the model that the agent is told to ask for; by default the run's own.
         rewards: are computed when rollouts have finished.
+        source: the adapters, as ``find_adapters`` takes them; by default the base model. A check
+            has what its training starts from.
     """
-    adapters: dict[str, Path] = {}
-    if not isinstance(config, CheckConfig):
-        adapters = adapter_folders(config, config.model.adapter_path)
-        if said := which_adapter(config.model.adapter_path, adapters):
+    if isinstance(config, CheckConfig):
+        initial = find_initial(config.learning, list(config.trained), config.model.name)
+        adapters = {name: one.folder for name, one in initial.loras.items()} if initial else {}
+    else:
+        adapters = adapter_folders(config, source)
+        if said := which_adapter(source, adapters):
             print_sentences(said)
         config.adapters = config.adapters or {name: AdapterSettings() for name in adapters}
     fetch_model(config)

@@ -35,6 +35,7 @@ _COMMANDS = {  # with settings: they read their own flags, see config/loading.py
     "eval": "Run an agent on tasks and count its successes.",
     "run": "Run an agent on one task and print its trace.",
     "serve": "Serve a model, with or without a trained adapter, over the OpenAI API.",
+    "inspect": "Run a task of inspect_ai with a model or a trained adapter.",
     "runner": "Run rollouts of a run in progress, from this or another machine.",
 }
 _OTHERS = {
@@ -84,7 +85,8 @@ def _print_help(name: str, *, everything: bool) -> None:
 
     command = COMMANDS[name]
     module, _, function = _place_of(name).partition(":")
-    agent = "AGENT " if "agent" in command.model_fields else ""
+    word, argument = command.argument
+    agent = f"{word} " if argument.partition(".")[0] in command.model_fields else ""
     description = inspect.getdoc(getattr(importlib.import_module(module), function)) or ""
     for paragraph in (f"Usage: agentrl {name} {agent}[FLAGS]", *description.split("\n\n")):
         console.print(" ".join(paragraph.split()) + "\n", markup=False, highlight=False)
@@ -93,7 +95,7 @@ def _print_help(name: str, *, everything: bool) -> None:
     table.add_column(overflow="fold")
     known = {setting.name: setting for setting in settings_of(command)}
     if agent:
-        table.add_row("AGENT", known["agent.entrypoint"].meaning)
+        table.add_row(word, known[argument].meaning)
     for setting in map(known.__getitem__, known if everything else command.short_flags):
         if setting.flags:
             default = rf"\[{setting.default}] " if setting.default else ""

@@ -31,6 +31,7 @@ from agentrl.scoring.functions import load_functions
 from agentrl.supervisor import SupervisedProcess
 from agentrl.timing import heavy_imports
 from agentrl.training.curriculum import Curriculum
+from agentrl.training.initial_adapters import find_initial
 from agentrl.training.own_functions import check_functions
 from agentrl.training.resume import check_resume, go_back, return_to_start, tell_changes
 from agentrl.training.session import Session
@@ -109,7 +110,11 @@ def _train(
             go_back(folder, step)
         tell_changes(changes, print_line)
     else:
+        initial = find_initial(config.learning, list(config.trained), config.model.name)
         folder = RunFolder.create(config.run.folder, config.run.name, "train")
+        if initial is not None:
+            initial.keep(folder)
+            print_line((initial.told, "dim"))
     note_start(folder, steps)
     end_in_order(partial(how_to_continue, folder))
     print_line((f"run folder {folder.root}", "dim"))

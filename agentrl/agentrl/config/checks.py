@@ -34,6 +34,7 @@ _LOCAL_ONLY = {
     "learning.micro_batch_tokens": "Tinker packs its own batches",
     "learning.gradient_checkpointing": "Tinker manages its own memory",
     "learning.alpha": "Tinker's alpha is 32",
+    "learning.init_adapter": "Tinker starts from states that it keeps itself",
     "algorithm.kl.reference": "over Tinker the reference is the base model",
 }
 """Settings that must keep their defaults over Tinker, and why."""
@@ -101,6 +102,9 @@ def check_train(config: TrainConfig) -> None:
         "guards.max_cost": (bool(config.models), "other models: [models.NAME]"),
         "guards.roll_backs": (
             config.guards.on_collapse == "roll_back", 'guards.on_collapse = "roll_back"',
+        ),
+        "learning.init_optimizer": (
+            config.learning.init_adapter is not None, "learning.init_adapter: it is that one's",
         ),
         "rollouts.stale": (rollouts.max_staleness > 0, "a max_staleness above 0"),
         "tinker": (config.run.backend == "tinker", 'run.backend = "tinker"'),

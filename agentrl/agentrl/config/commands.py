@@ -28,6 +28,7 @@ from agentrl.config.settings.curriculum import CurriculumSettings
 from agentrl.config.settings.evaluation import (
     CheckSettings,
     EvalEvaluationSettings,
+    InspectSettings,
     TrainEvaluationSettings,
 )
 from agentrl.config.settings.gateway import (
@@ -86,6 +87,8 @@ def _short(text: str) -> dict[str, tuple[str, ...]]:
 class _Command(Table):
     short_flags: ClassVar[dict[str, tuple[str, ...]]] = {}
     """By setting, its short flags without dashes; the short help shows these, in this order."""
+    argument: ClassVar[tuple[str, str]] = ("AGENT", "agent.entrypoint")
+    """The argument without a flag: its name in the help, and the setting that it is."""
 
     @model_validator(mode="before")
     @classmethod
@@ -154,7 +157,7 @@ class TrainConfig(ScoredCommand):
         "sampler.kind=sampler run.backend rollouts.runners rollouts.rollouts_per_process "
         "rollouts.timeout sampler.max_tokens sampler.temperature rollouts.batch_size "
         "rollouts.group_size rollouts.max_staleness algorithm.loss algorithm.estimator "
-        "learning.learning_rate learning.rank "
+        "learning.learning_rate learning.rank learning.init_adapter learning.init_optimizer "
         "gateway.allowed_hosts=allowed-host run.steps run.ui guards.max_hours "
         "guards.max_run_tokens "
         "guards.max_cost run.seed run.name run.folder=runs"
@@ -205,7 +208,8 @@ class EvalConfig(ScoredCommand):
 
     short_flags = _short(
         "evaluation.tasks evaluation.samples evaluation.temperature evaluation.success_reward "
-        "rewards agent.python agent.user=agent-user agent.sandbox=sandbox agent.harbor_agent "
+        "evaluation.by evaluation.fail_under rewards "
+        "agent.python agent.user=agent-user agent.sandbox=sandbox agent.harbor_agent "
         "model.name=model model.adapter_path model.answered_by sampler.kind=sampler "
         "sampler.max_tokens rollouts.runners rollouts.rollouts_per_process rollouts.timeout "
         "run.seed run.folder=runs"
@@ -220,12 +224,12 @@ class EvalConfig(ScoredCommand):
     @model_validator(mode="after")
     def _check(self) -> Self:
         name, known = self.model.answered_by, ", ".join(self.models) or "none"
-        if name is not None and self.model.adapter_path is not None:
-            raise ValueError("model.answered_by: give it or model.adapter_path, not both")
         if name is not None and name not in self.models:
             raise ValueError(
                 f"model.answered_by: there is no [models.{name}] in the file (there: {known})"
             )
+        if len({*self.model.adapter_path}) < len(self.model.adapter_path):
+            raise ValueError("model.adapter_path: an adapter is there twice; give it once")
         self.evaluation.sample_several(self.sampler)
         return self
 
@@ -327,6 +331,20 @@ class RewardModelConfig(OfflineConfig):
         return self
 
 
+class InspectConfig(ModelCommand):
+    """A task of inspect_ai."""
+
+    short_flags = _short(
+        "inspect.command inspect.args model.name=model model.adapter_path model.device "
+        "model.trust_remote_code sampler.kind=sampler sampler.max_tokens run.store"
+    )
+    argument = ("TASK", "inspect.task")
+
+    inspect: InspectSettings
+    model: ServeModelSettings = ServeModelSettings()
+    run: ServeRunSettings = ServeRunSettings()
+
+
 class JoinAgentSettings(Table):
     entrypoint: str | None = None
     """What to run; by default the run's agent."""
@@ -391,5 +409,6 @@ COMMANDS: dict[str, type[_Command]] = {
     "eval": EvalConfig,
     "run": RunConfig,
     "serve": ServeConfig,
+    "inspect": InspectConfig,
     "runner": JoinConfig,
 }

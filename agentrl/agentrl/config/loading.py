@@ -42,8 +42,8 @@ _MAY_BE_PATHS = (
     "run.store", "sampler.vllm.python", "tinker.tokenizer", "algorithm.kl.reference",
     "algorithm.loss", "algorithm.estimator", "curriculum.weights",
 )  # fmt: skip
-_ANY_VALUE = "--sampler.vllm.args"
-"""Takes a value that begins with a hyphen."""
+_ANY_VALUE = ("--sampler.vllm.args", "--inspect.args", "--args")
+"""Flags whose value may begin with a hyphen."""
 
 
 def load(
@@ -65,7 +65,7 @@ def load(
         _read_file(file) if file else {},
         _from_environment(command, environment),
         *(_nested(name, value) for name, value in given.items()),
-        *({"agent": {"entrypoint": agent}} for agent in rest),
+        *(_nested(command.argument[1], given) for given in rest),
     )
     if "sweep" not in command.model_fields:
         settings.pop("sweep", None)  # a sweep's file is a training's, too
@@ -96,9 +96,9 @@ def _parse_flags(command: type[Table], tokens: Sequence[str]) -> tuple[dict[str,
             *setting.flags, dest=setting.name, action=how, default=argparse.SUPPRESS
         )
     tokens = list(tokens)
-    if _ANY_VALUE in tokens[:-1]:
-        at = tokens.index(_ANY_VALUE)
-        tokens[at : at + 2] = [f"{_ANY_VALUE}={tokens[at + 1]}"]
+    for flag in filter(tokens[:-1].__contains__, _ANY_VALUE):
+        at = tokens.index(flag)
+        tokens[at : at + 2] = [f"{flag}={tokens[at + 1]}"]
     try:
         given, rest = parser.parse_known_args(tokens)
     except argparse.ArgumentError as error:

@@ -192,6 +192,11 @@ def by_field(tasks: Sequence[Json], found: Outcomes, field: str) -> dict[str, Ou
     return {label: group for label, group in groups.items() if group}
 
 
+def has_field(tasks: Iterable[Json], field: str) -> bool:
+    """Tell whether tasks have a text or a number in a field."""
+    return any(field in _scalars(task) for task in tasks)
+
+
 def _scalars(task: Json) -> Json:
     known = flattened(task).items()
     return {name: value for name, value in known if isinstance(value, str | int | float)}

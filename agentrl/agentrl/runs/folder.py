@@ -46,6 +46,7 @@ class RunFolder:
         self.adapters = self.root / "adapters"
         self.adapter = self.root / "adapter"  # the final one
         self.best_adapter = self.root / "adapter-best"  # by held-out accuracy
+        self.initial = self.root / "initial"  # copies of what it started from, if not fresh
         self.spent = self.root / "spent.json"
         self.checkpoints = self.root / "checkpoints"
         self.logs = self.root / "logs"
@@ -310,17 +311,28 @@ def adapter_folders(config: ModelCommand, source: str | Path | None) -> dict[str
             f"adapter_path: {str(source)!r} is a reward model, which writes no answers; give it to "
             f"a training: agentrl train AGENT --rewards model:{source}"
         )
-    names = list(config.adapters) or sorted(found)
+    names = list(config.adapters) or ([config.model.adapter] if len(found) == 1 else sorted(found))
+    return named_adapters(source, found, names, "adapter_path")
+
+
+def named_adapters(
+    source: str | Path, found: Mapping[str, Path], names: Sequence[str], field: str
+) -> dict[str, Path]:
+    """Return the folders of the adapters ``names``; a single one may have had any name.
+
+    Raises:
+        ConfigError: one is missing; ``field`` is the setting's name.
+    """
+    if len(found) == 1 and len(names) == 1:
+        return {names[0]: next(iter(found.values())).absolute()}
     if len(found) == 1:
-        if config.sole_adapter is None:
-            raise ConfigError(
-                f"adapter_path: {str(source)!r} is one adapter, but adapters names "
-                f"{', '.join(names)}; give the folder that holds theirs"
-            )
-        return {config.sole_adapter: next(iter(found.values())).absolute()}
+        raise ConfigError(
+            f"{field}: {str(source)!r} is one adapter, but adapters names "
+            f"{', '.join(names)}; give the folder that holds theirs"
+        )
     if missing := [name for name in names if name not in found]:
         raise ConfigError(
-            f"adapter_path: {str(source)!r} has no folder {', '.join(missing)}; it has "
+            f"{field}: {str(source)!r} has no folder {', '.join(missing)}; it has "
             f"{', '.join(sorted(found))}"
         )
     return {name: found[name].absolute() for name in names}

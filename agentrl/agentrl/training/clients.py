@@ -15,6 +15,7 @@ from agentrl.config.commands import TrainConfig
 from agentrl.config.settings.learning import LearningSettings
 from agentrl.config.settings.models import ModelSettings
 from agentrl.training.algorithm import REFERENCE, value_params
+from agentrl.training.initial_adapters import create_adapters
 from agentrl.training.session import RunError
 from agentrl_trainer.client import ServiceClient, TrainingClient
 from agentrl_trainer.learner.loss_options import ValueParams
@@ -45,7 +46,7 @@ class TrainingClients:
 def create_clients(
     config: TrainConfig, folder: Path, note: Callable[[str], None]
 ) -> TrainingClients:
-    """Create fresh adapters over the base model.
+    """Create the adapters of a run over the base model.
 
     Args:
         folder: of the run; the clients save there.
@@ -102,7 +103,7 @@ def local_clients(
         token_budget=learning.micro_batch_tokens,
         gradient_checkpointing=learning.gradient_checkpointing, value=value, score=score,
     )  # fmt: skip
-    clients = _adapters(service, model.name, learning.rank, names, seed, alpha=learning.alpha)
+    clients = create_adapters(service, model.name, learning, names, seed, folder)
     client = next(iter(clients.values()))
     base = client.local(lambda learner: learner.base).result()
     for name, of in clients.items():
@@ -145,22 +146,14 @@ def _on_tinker(config: TrainConfig, folder: Path) -> TrainingClients:
     try:
         service = ServiceClient(backend="tinker", base_url=config.tinker.base_url, folder=folder)
         served = {one.model_name: one for one in service.get_server_capabilities().supported_models}
-        clients = _adapters(
-            service, model, config.learning.rank, list(config.trained), config.run.seed
-        )
+        clients = {
+            name: service.create_lora_training_client(
+                model, config.learning.rank, config.run.seed + index, name=name
+            )
+            for index, name in enumerate(config.trained)
+        }
     except (ValueError, *failures) as error:
         raise RunError(f"run.backend: Tinker refuses to train {model}: {error}") from error
     limit = served[model].max_context_length if model in served else None
     context_length = min(facts.context_length, limit or facts.context_length)
     return TrainingClients(service, clients, context_length, facts.tokenizer, rate, failures)
-
-
-def _adapters(
-    service: ServiceClient, model: str, rank: int, names: Sequence[str], seed: int, **lora: Any
-) -> dict[str, TrainingClient]:
-    """Make a client for each adapter, with seeds of their own."""
-    create = service.create_lora_training_client
-    return {
-        name: create(model, rank, seed + index, name=name, **lora)
-        for index, name in enumerate(names)
-    }

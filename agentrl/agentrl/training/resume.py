@@ -32,6 +32,7 @@ _STATE: dict[str, str] = {
     "run.backend": "its weights and optimizer are there",
     "learning.rank": "its adapter has that rank",
     "learning.alpha": "its adapter is scaled by it",
+    "learning.init_adapter": "its adapter started from there",
     "adapters": "its weights and optimizer are of these",
     "algorithm.estimator": "only gae keeps a value function beside its adapter",
     "run.seed": "its order of tasks follows from it",

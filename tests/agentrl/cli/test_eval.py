@@ -22,24 +22,39 @@ from agentrl_trainer.models.loading import load_base
 HELLO = Path(__file__).parents[3] / "examples" / "hello"
 
 
-def test_a_checkpoint_by_step_is_evaluated(tmp_path: Path) -> None:
+def test_a_checkpoint_by_step_is_compared_with_the_base_model(tmp_path: Path) -> None:
     """The log-probs of the answers are those of that version, and of no other."""
     run = trained_run(tmp_path)
-    tasks = (HELLO / "held_out.jsonl").read_text().splitlines(keepends=True)[:2]
-    (tmp_path / "tasks.jsonl").write_text("".join(tasks))
+    tasks = ({"n": 1000, "level": "low"}, {"n": 1001, "level": "high"})
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
     done = agentrl(
         "eval", f"{HELLO / 'agent.py'}:agent", "--tasks", tmp_path / "tasks.jsonl",
-        "--adapter-path", f"{run.root}@3", "--runs", tmp_path, "--runners", 1,
+        "--adapter-path", f"{run.root}@3", "--adapter-path", "base", "--by", "level",
+        "--fail-under", 0.9, "--runs", tmp_path, "--runners", 1,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    [folder] = tmp_path.glob("eval-*")
-    with contextlib.closing(Store(str(RunFolder(folder).store))) as store:
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "trained@3: accuracy 0.0% is below 90.0%" in done.stdout
+    assert "base: accuracy" not in done.stdout  # beside adapters it is what they are compared with
+    first, second = sorted(tmp_path.glob("eval-*"))
+    asked: list[list[list[int]]] = []
+    for folder in (first, second):
+        with contextlib.closing(Store(str(RunFolder(folder).store))) as store:
+            asked.append(sorted(call.prompt_ids for call in store.calls()))
+    assert asked[0] == asked[1]
+    with contextlib.closing(Store(str(RunFolder(first).store))) as store:
         calls = store.calls()
     assert len(calls) == 2
     for call in calls:
         away = {at: distance(call, run.adapter_version("policy", at)) for at in (3, 7)}
         assert away[3] < 1e-3 < 1e-2 < away[7]
     assert find_adapters(f"{run.root}@3", "x") == {"policy": run.adapter_version("policy", 3)}
+    for folder in (first, second):
+        summary = json.loads((folder / "summary.json").read_text())
+        assert {label: one["tasks"] for label, one in summary["by"]["level"].items()} == {
+            "high": 1, "low": 1,
+        }  # fmt: skip
+        assert [row["model"] for row in summary["compared"]] == [f"{run.root}@3", "base"]
+        assert [row["run"] for row in summary["compared"]] == [first.name, second.name]
 
 
 def distance(call: Call, adapter: Path) -> float:
@@ -82,6 +97,11 @@ def test_other_models_are_evaluated_with_intervals(served: Served, tmp_path: Pat
     assert summary["pass_at"]["1"] == pytest.approx(summary["accuracy"])
     assert "pass@2" in done.stdout
     assert "95 % interval" in done.stdout
-    refused = agentrl("eval", "--config", config, "--answered-by", "ours")
-    assert refused.returncode == 2
-    assert "no [models.ours]" in refused.stderr
+    for flags, said in (
+        (("--answered-by", "ours"), "no [models.ours]"),
+        (("--by", "m"), "evaluation.by: no task has a field 'm'"),
+        (("--adapter-path", "base", "--adapter-path", "base"), "is there twice"),
+    ):
+        refused = agentrl("eval", "--config", config, *flags)
+        assert refused.returncode == 2
+        assert said in refused.stderr

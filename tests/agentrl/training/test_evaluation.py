@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 from store_records import claimed, record_answer
 
-from agentrl.cli.eval import evaluation_report, scores_of
+from agentrl.cli.eval import (
+    Evaluated,
+    by_rows,
+    comparison,
+    evaluation_report,
+    fail_under,
+    kept,
+    scores_of,
+)
 from agentrl.history.evaluations import Outcome, stored_outcomes
 from agentrl.history.sources import open_run
 from agentrl.runs.folder import RunFolder
 from agentrl_tracer.schemas import AttemptState, NewRollout, Purpose
 from agentrl_tracer.store import Store
+
+SIGNS = list(itertools.product((-1, 1), repeat=5))
 
 
 def test_an_evaluation_that_is_all_right_is_not_certain() -> None:
@@ -49,3 +60,43 @@ def test_a_rollout_without_reward_is_no_success(tmp_path: Path) -> None:
     with contextlib.closing(open_run(folder)) as run:
         [outcome] = stored_outcomes(run)[0].values()
     assert (outcome.successes, outcome.samples) == (1, 2)
+
+
+def evaluated(name: str, successes: list[int]) -> Evaluated:
+    found = {task: Outcome(task, right, 2, f"r{task}") for task, right in enumerate(successes)}
+    return Evaluated(name, name == "base", RunFolder(Path(name)), found, {"reward": 0.5})
+
+
+def test_models_are_compared_with_the_first_on_the_same_tasks() -> None:
+    done = [evaluated("base", [0, 0, 0, 1, 2, 2]), evaluated("mine", [2, 2, 2, 2, 2, 0])]
+    first, second = comparison(done)
+    assert "p" not in first
+    assert second["points"] == pytest.approx(100 * 5 / 12)
+    assert (second["gained"], second["lost"]) == (3, 1)
+    # Differences of 2, 2, 2, 1 and -2 in samples: sums of 5 or more, of the 32 ways to flip signs.
+    sums = [sum(d * s for d, s in zip((2, 2, 2, 1, 2), f, strict=True)) for f in SIGNS]
+    assert second["p"] == pytest.approx(sum(abs(one) >= 5 for one in sums) / 32)
+    tasks = [{"level": "low"}] * 3 + [{"level": "high"}] * 3
+    low, high = by_rows(tasks, done, ["level"])[::-1]
+    assert (low["field"], low["tasks"]) == ("level = low", 3)
+    assert (low["base"].rate, low["mine"].rate) == (0, 1)
+    assert (high["base"].rate, high["mine"].rate) == (pytest.approx(5 / 6), pytest.approx(2 / 3))
+    known = kept(tasks, done, done[1], ["level"])
+    assert known["by"]["level"]["low"]["rate"] == 1
+    assert [row["model"] for row in known["compared"]] == ["base", "mine"]
+    alone = by_rows(tasks, done[1:], ["level"])
+    assert [row["accuracy"].rate for row in alone] == [pytest.approx(2 / 3), 1]
+    assert "compared" not in kept(tasks, done[1:], done[1], [])
+
+
+def test_an_accuracy_below_the_least_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+    base, mine = evaluated("base", [0, 0]), evaluated("mine", [2, 1])
+    fail_under([mine], None)
+    fail_under([base, mine], 0.75)  # base beside an adapter is not held to it
+    for done in ([base, mine], [mine]):
+        with pytest.raises(SystemExit) as ended:
+            fail_under(done, 0.8)
+        assert ended.value.code == 1
+    with pytest.raises(SystemExit):
+        fail_under([base], 0.1)
+    assert "mine: accuracy 75.0% is below 80.0%" in capsys.readouterr().out

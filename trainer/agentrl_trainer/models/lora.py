@@ -25,11 +25,10 @@ from agentrl_trainer.models.loading import BaseModel
 from agentrl_trainer.models.lora_product import join_loras
 from agentrl_trainer.models.lora_targets import no_false_warnings, resolve_targets
 from agentrl_trainer.models.moe import keep_weights_unmerged
+from agentrl_trainer.models.saved_lora import CONFIG_FILE, WEIGHTS_FILE
 from agentrl_trainer.models.sources import ModelError, resolve_model
 
-WEIGHTS_FILE = "adapter_model.safetensors"
 _BILLIONS = re.compile(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)B(?![A-Za-z0-9])", re.IGNORECASE)
-CONFIG_FILE = "adapter_config.json"
 HEAD_KEY = "score.weight"
 """A reward model's head [1, hidden], named as by transformers' models for sequence classification.
 """

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from agentrl.cli import Tokens
-from agentrl.config.commands import ServeConfig
+from agentrl.config.commands import InspectConfig, ServeConfig
 from agentrl.config.errors import ConfigError
 from agentrl.config.loading import load
 from agentrl.config.secrets import store_url
@@ -42,6 +44,22 @@ def serve_command(*tokens: Tokens) -> None:
         f"curl {url}/v1/chat/completions{key} -H 'content-type: application/json' "
         f"-d '{json.dumps(body)}'\n"
     )
+    # Within gateway.grace. Told to stop, a server has done its work: code 0.
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        serving(config, adapters, sock, listen.operator_key) as gateway,
+    ):
+        gateway.watch()
+
+
+@contextlib.contextmanager
+def serving(
+    config: ServeConfig | InspectConfig,
+    adapters: Mapping[str, Path],
+    sock: socket.socket,
+    operator_key: str | None,
+) -> Iterator[GatewayHandle]:
+    """Run a gateway, and the vLLM that it needs, which record calls without a run."""
     store = store_url(config.run.store)
     Store(store).close()  # what is wrong with it is said here, not in the gateway's log
     log = Path("vllm.log") if "://" in store else Path(f"{store}.vllm.log")
@@ -50,15 +68,14 @@ def serve_command(*tokens: Tokens) -> None:
         config,
         vllm_url=vllm.url if vllm else None,
         store=store,
-        operator_key=listen.operator_key,
+        operator_key=operator_key,
         adapters=tuple(adapters),
         default_adapter=next(iter(adapters)) if len(adapters) == 1 else None,
         agents=config.adapter_of_agent,
         adapter_paths=adapters,
     )
     gateway = GatewayHandle(plan, None, sock)
-    with contextlib.ExitStack() as stack, contextlib.suppress(KeyboardInterrupt):
-        # Within gateway.grace. Told to stop, a server has done its work: code 0.
+    with contextlib.ExitStack() as stack:
         end_in_order(within_s=None)
         if vllm is not None:
             stack.callback(vllm.stop)
@@ -69,4 +86,4 @@ def serve_command(*tokens: Tokens) -> None:
                 vllm.wait(status.update if console.is_terminal else print_line)
         gateway.start()
         stack.callback(gateway.stop)
-        gateway.watch()
+        yield gateway

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from agentrl.config.field_types import Count, Share, Table
+from agentrl.config.field_types import Count, Names, Share, Table
 from agentrl.config.settings.sampler import SamplerSettings
 
 
@@ -31,6 +31,11 @@ class EvaluationSettings(Table):
 class EvalEvaluationSettings(EvaluationSettings):
     tasks: Path
     """Tasks to evaluate on: a JSON-lines file, one object a line."""
+    by: Names = Field(default_factory=list[str])
+    """Fields of the tasks for whose values the accuracy is shown too."""
+    fail_under: Share | None = None
+    """Exit with 1 if the accuracy of an evaluated model is lower, for CI. Of several, base is not
+    held to it."""
 
 
 class TrainEvaluationSettings(EvaluationSettings):
@@ -51,3 +56,14 @@ class CheckSettings(Table):
     """Tasks to try: those of the first steps of a training with the same seed."""
     samples: Annotated[int, Field(ge=2)] = 8
     """Rollouts per task."""
+
+
+class InspectSettings(Table):
+    """A task of inspect_ai, which runs in a process of its own."""
+
+    task: Annotated[str, Field(min_length=1)]
+    """The task: FILE.py, FILE.py@NAME, or the name of an installed one."""
+    command: str = "inspect"
+    """Program of inspect_ai, which may have an environment of its own."""
+    args: str = ""
+    """More arguments of `inspect eval`: --inspect.args='--limit 100 --epochs 4 -T level=easy'."""

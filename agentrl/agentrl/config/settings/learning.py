@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -12,6 +13,11 @@ from agentrl.config.field_types import Count, NonNegative, Positive, Table, Whol
 class LearningSettings(Table):
     """The adapter and its optimizer."""
 
+    init_adapter: Path | None = None
+    """Weights that the adapters start from: a run folder, RUN@STEP, RUN@best, or a PEFT folder that
+    PEFT, TRL or Unsloth wrote; rank and alpha are its own. By default fresh ones."""
+    init_optimizer: bool = False
+    """Go on with the optimizer of init_adapter too: a run with a checkpoint of that step."""
     learning_rate: Positive | None = None
     """Adam's; by default chosen by the model's size and alpha."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"

@@ -50,9 +50,24 @@ class ServeModelSettings(ModelSettings):
     """A run folder, RUN@STEP, RUN@best, or a PEFT folder; by default the base model."""
 
 
-class EvalModelSettings(ServeModelSettings):
+BASE = "base"
+
+
+class EvalModelSettings(ModelSettings):
+    adapter_path: Names = Field(default_factory=list[str])
+    """A run folder, RUN@STEP, RUN@best, a PEFT folder, or base: the base model, which is the
+    default. Give several to compare them on the same tasks and seeds."""
     answered_by: str | None = None
-    """Evaluate this model of the [models] table instead of the base model."""
+    """Evaluate this model of the [models] table, beside adapter_path or instead of the base."""
+
+    def evaluated(self) -> list[tuple[str, str | None, str | None]]:
+        """Return, of each model that is evaluated, its name, its adapter and who answers for it."""
+        found: list[tuple[str, str | None, str | None]] = [
+            (path, None if path == BASE else path, None) for path in self.adapter_path
+        ]
+        if (other := self.answered_by) is not None:
+            found.append((other, None, other))
+        return found or [(BASE, None, None)]
 
 
 class RunModelSettings(ServeModelSettings):

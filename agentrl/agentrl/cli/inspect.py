@@ -1,0 +1,62 @@
+"""``agentrl inspect``: run a task of inspect_ai with a model or a trained adapter."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from agentrl.cli import Tokens
+from agentrl.cli.servers.serve import serving
+from agentrl.config.commands import InspectConfig
+from agentrl.config.errors import ConfigError
+from agentrl.config.loading import load
+from agentrl.console.output import print_line, print_sentences
+from agentrl.gateway.handle import fetch_model
+from agentrl.runs.best_adapter import which_adapter
+from agentrl.runs.folder import adapter_folders
+from agentrl_proxy.server.listening import bind, url_of
+
+_SERVICE = "served"  # inspect reads the server's key from SERVED_API_KEY
+
+
+def inspect_command(*tokens: Tokens) -> None:
+    """Run a task of inspect_ai with a model or a trained adapter, and print its scores.
+
+    Serves the model on this machine for as long as the task runs, as an OpenAI-compatible provider
+    of inspect. Inspect prints its scores and where its log is; `inspect view` shows it. The calls
+    are recorded in --store. The exit code is inspect's.
+    """
+    config = load(InspectConfig, tokens)
+    program = shutil.which(config.inspect.command)
+    if program is None:
+        raise ConfigError(
+            f"inspect.command: there is no program {config.inspect.command!r}; install inspect_ai "
+            "and openai (an environment of their own will do), and give the path of its program"
+        )
+    adapters = adapter_folders(config, config.model.adapter_path)
+    if len(adapters) > 1:
+        raise ConfigError(
+            f"model.adapter_path: it has several adapters; name one with --adapters: "
+            f"{', '.join(adapters)}"
+        )
+    if said := which_adapter(config.model.adapter_path, adapters):
+        print_sentences(said)
+    fetch_model(config)
+    name = next(iter(adapters), Path(config.model.name).name)
+    key = secrets.token_urlsafe(24)
+    sock = bind("127.0.0.1", 0, operator_key=key)
+    command = [
+        program, "eval", config.inspect.task, "--model", f"openai-api/{_SERVICE}/{name}",
+        "--model-base-url", f"{url_of(sock)}/v1", *shlex.split(config.inspect.args),
+    ]  # fmt: skip
+    with serving(config, adapters, sock, key) as gateway:
+        gateway.wait_ready(print_sentences)
+        print_line((shlex.join(command), "dim"))
+        environment = {**os.environ, f"{_SERVICE.upper()}_API_KEY": key}
+        done = subprocess.run(command, env=environment, check=False)
+    sys.exit(done.returncode)

@@ -1,0 +1,85 @@
+"""LoRAs that PEFT itself made: what of them can be trained here, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peft import LoraConfig, get_peft_model
+from small_learner import qwen3
+
+from agentrl_trainer.models.saved_lora import read_lora
+from agentrl_trainer.models.sources import ModelError
+
+
+def made_by_peft(folder: Path, **features: Any) -> Path:
+    config = LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"]} | features)
+    get_peft_model(qwen3(), config).save_pretrained(folder)
+    return folder
+
+
+def edited(folder: Path, **fields: Any) -> Path:
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("features", "name"),
+    [
+        ({"use_dora": True}, "use_dora"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"bias": "all"}, "bias"),
+        ({"alpha_pattern": {"q_proj": 2}}, "alpha_pattern"),
+        ({"trainable_token_indices": [3]}, "trainable_token_indices"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights"),
+        ({"layer_replication": [[0, 2], [0, 2]]}, "layer_replication"),
+    ],
+)
+def test_features_that_are_not_trained_are_refused_by_name(
+    tmp_path: Path, features: dict[str, Any], name: str
+) -> None:
+    with pytest.raises(ModelError, match=rf"has {name} = .*merge_and_unload") as refused:
+        read_lora(made_by_peft(tmp_path, **features))
+    assert str(tmp_path) in str(refused.value)
+
+
+def test_what_a_later_peft_adds_is_refused_and_what_it_leaves_off_is_not(tmp_path: Path) -> None:
+    folder = made_by_peft(tmp_path)
+    read_lora(edited(folder, use_newer_kind=False, newer_options={}))
+    with pytest.raises(ModelError, match="has use_newer_kind = true"):
+        read_lora(edited(folder, use_newer_kind=True))
+    for fields, said in [({"peft_type": "IA3"}, 'IA3"'), ({"task_type": "SEQ_CLS"}, "task_type")]:
+        with pytest.raises(ModelError, match=said):
+            read_lora(edited(made_by_peft(tmp_path), **fields))
+
+
+def test_a_file_of_pickles_is_refused(tmp_path: Path) -> None:
+    (made_by_peft(tmp_path) / "adapter_model.safetensors").rename(tmp_path / "adapter_model.bin")
+    with pytest.raises(ModelError, match=r"no adapter_model\.safetensors"):
+        read_lora(tmp_path)
+
+
+def test_rank_scale_and_targets_are_the_folders(tmp_path: Path) -> None:
+    """As Unsloth writes them: without a task type, with what its model class was."""
+    unsloth = {
+        "task_type": None, "base_model_name_or_path": "unsloth/Qwen3-4B-unsloth-bnb-4bit",
+        "auto_mapping": {"base_model_class": "Qwen3ForCausalLM", "unsloth_fixed": True},
+        "loftq_config": {},
+    }  # fmt: skip
+    folder = made_by_peft(tmp_path, r=16, lora_alpha=8, use_rslora=True, lora_dropout=0.1)
+    found = read_lora(edited(folder, **unsloth))
+    assert (found.rank, found.alpha, found.targets) == (16, 32, ["q_proj", "v_proj"])
+    assert found.base == "unsloth/Qwen3-4B-unsloth-bnb-4bit"
+    assert [note.split()[0] for note in found.notes] == ["use_rslora:", "lora_dropout"]
+
+
+def test_a_choice_of_layers_becomes_their_paths(tmp_path: Path) -> None:
+    found = read_lora(made_by_peft(tmp_path, layers_to_transform=[1]))
+    assert found.targets == [f"model.layers.1.self_attn.{name}" for name in ("q_proj", "v_proj")]
+    some = read_lora(made_by_peft(tmp_path, exclude_modules=r".*layers\.0.*"))
+    assert some.targets == found.targets
+    pattern = r".*layers\.1.*(q|v)_proj"
+    assert read_lora(made_by_peft(tmp_path, target_modules=pattern)).targets == pattern

@@ -1,0 +1,113 @@
+"""Read how a saved LoRA is made, to train it on; refuse what cannot be trained here.
+
+The folder is PEFT's form, whether agentrl, PEFT, TRL or Unsloth wrote it. Loads no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from agentrl_trainer.models.sources import ModelError
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+
+_READ = (
+    "peft_type task_type base_model_name_or_path r lora_alpha use_rslora lora_dropout "
+    "init_lora_weights target_modules target_parameters exclude_modules layers_to_transform "
+    "layers_pattern rank_pattern"
+)
+_WITHOUT_EFFECT = (
+    "auto_mapping peft_version revision inference_mode fan_in_fan_out megatron_core "
+    "qalora_group_size loftq_config eva_config"
+)
+"""Fields that say nothing of the weights, or act only through a field that is refused."""
+_SELECT = ("exclude_modules", "layers_to_transform", "layers_pattern")
+_OF_ITS_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
+"""Initializations that change the base model: their adapters do not fit the model itself."""
+_MODULE = re.compile(r"base_model\.model\.(.+)\.lora_(?:embedding_)?A(?:\.weight)?")
+_INSTEAD = (
+    "Merge it into its base where it was made (PEFT's merge_and_unload), and train a fresh adapter "
+    "over that model: --model FOLDER"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedLora:
+    """A LoRA in a PEFT folder that can be trained on."""
+
+    folder: Path
+    base: str | None
+    """The base model as its maker named it."""
+    rank: int
+    alpha: float
+    """The scale is alpha / rank; a rank-stabilized LoRA's alpha is given in this form."""
+    targets: str | list[str]
+    """PEFT's target_modules, and the weights of experts."""
+    rank_pattern: dict[str, int]
+    """Ranks of layers that differ; of experts in a mixture."""
+    notes: tuple[str, ...]
+    """What is done otherwise here than where it was made."""
+
+
+def read_lora(folder: Path) -> SavedLora:
+    """Read the configuration of a saved LoRA.
+
+    A rank-stabilized LoRA (arXiv:2312.03732) is scaled by alpha / √rank, which is the scale of
+    alpha · √rank without it.
+
+    Raises:
+        ModelError: it is no LoRA, has a feature that is not trained here, or its file is missing.
+    """
+    config: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    if not (folder / WEIGHTS_FILE).is_file():
+        raise ModelError(
+            f"{folder} has no {WEIGHTS_FILE}; save it again with PEFT's save_pretrained, which "
+            "writes safetensors"
+        )
+    _refuse_features(folder, config)
+    rank, alpha, notes = int(config["r"]), float(config["lora_alpha"]), list[str]()
+    if config.get("use_rslora"):
+        alpha *= math.sqrt(rank)
+        notes.append(f"use_rslora: its scale is kept as alpha {alpha:g}")
+    if dropout := config.get("lora_dropout"):
+        notes.append(f"lora_dropout {dropout:g}: here is none, so that what samples is what trains")
+    return SavedLora(
+        folder, config.get("base_model_name_or_path"), rank, alpha, _targets(folder, config),
+        config.get("rank_pattern") or {}, tuple(notes),
+    )  # fmt: skip
+
+
+def _refuse_features(folder: Path, config: dict[str, Any]) -> None:
+    def refuse(name: str) -> ModelError:
+        said = f"{name} = {json.dumps(config.get(name))}"
+        return ModelError(f"{folder} has {said}, which is not trained here. {_INSTEAD}")
+
+    if config.get("peft_type") != "LORA":
+        raise refuse("peft_type")
+    if config.get("task_type") not in (None, "CAUSAL_LM"):
+        raise refuse("task_type")
+    if str(config.get("init_lora_weights")).lower().startswith(_OF_ITS_BASE):
+        raise refuse("init_lora_weights")
+    for name in config.keys() - f"{_READ} {_WITHOUT_EFFECT}".split():
+        if config[name] and config[name] != "none":  # bias
+            raise refuse(name)
+
+
+def _targets(folder: Path, config: dict[str, Any]) -> str | list[str]:
+    """Return what is adapted; where a choice of layers limits it, the paths of the weights."""
+    if any(config.get(name) is not None for name in _SELECT):
+        with safe_open(folder / WEIGHTS_FILE, framework="numpy") as file:
+            found = (_MODULE.fullmatch(key) for key in file.keys())  # noqa: SIM118
+            return sorted({match[1] for match in found if match})
+    named = config.get("target_modules") or []
+    if isinstance(named, str):
+        return named
+    experts = [one.removesuffix(".weight") for one in config.get("target_parameters") or []]
+    return sorted({*named, *experts})
