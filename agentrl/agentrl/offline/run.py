@@ -16,10 +16,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from agentrl.config.commands import OfflineConfig
 from agentrl.config.errors import ConfigError
+from agentrl.console.offline import OfflineDisplay
 from agentrl.offline.objective import Objective
 from agentrl.process_privacy import private_files
 from agentrl.runs.best_adapter import keep_best
@@ -34,15 +35,6 @@ from agentrl_trainer.client import AdamParams
 from agentrl_trainer.learner.optimizers import schedule_factor
 
 E = TypeVar("E")
-
-
-class Display(Protocol):
-    """Shows a run while it goes on."""
-
-    def begin(self, steps: int, done: int) -> None: ...
-    def step(self, row: Mapping[str, Any]) -> None: ...
-    def measured(self, step: int, loss: float, best: int) -> None: ...
-    def note(self, message: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +71,7 @@ class OfflineRun(Generic[E]):
     store: Store
     run_id: str
     backend: TrainingClients
-    display: Display
+    display: OfflineDisplay
 
     def __post_init__(self) -> None:
         self.name = self.config.model.adapter

@@ -1,4 +1,4 @@
-"""Rows to imitate are the tokens that were recorded: the good ones, the best of a task, each once."""
+"""Rows to imitate are the recorded tokens: of the good rollouts, the best of a task, each once."""
 
 from __future__ import annotations
 
@@ -114,5 +114,5 @@ def test_served_calls_are_rows(tmp_path: Path) -> None:
     rows = sorted((one.row.tokens, one.row.mask) for one in found.kept)
     assert rows == [([1, 2], [False, True]), ([1, 2, 3, 4], [False, False, True, True])]
     assert sorted(found.left_out.values()) == [1, 2]
-    with pytest.raises(ConfigError, match="data.from_served: .* is not there"):
+    with pytest.raises(ConfigError, match=r"data.from_served: .* is not there"):
         served_samples(str(tmp_path / "none.db"), False)

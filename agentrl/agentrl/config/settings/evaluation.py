@@ -30,7 +30,7 @@ class EvaluationSettings(Table):
 
 class EvalEvaluationSettings(EvaluationSettings):
     tasks: Path
-    """Tasks to evaluate on: a JSON-lines file, one object a line."""
+    """Tasks to evaluate on: a file or dataset, as agent.tasks of a training."""
     by: Names = Field(default_factory=list[str])
     """Fields of the tasks for whose values the accuracy is shown too."""
     fail_under: Share | None = None
@@ -40,7 +40,7 @@ class EvalEvaluationSettings(EvaluationSettings):
 
 class TrainEvaluationSettings(EvaluationSettings):
     tasks: Path | None = None
-    """Held-out tasks (JSON lines); never trained on."""
+    """Held-out tasks, a file or dataset as agent.tasks; never trained on."""
     every: Count = 5
     """Steps between evaluations; before the first and after the last too."""
     stop_at: Share | None = None
