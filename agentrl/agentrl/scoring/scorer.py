@@ -31,6 +31,7 @@ _AT_ONCE = 16
 """Calls of functions that run at a time."""
 _GROUPS_AT_ONCE = 32
 """Groups whose traces are in memory."""
+_FAREWELL_S = 2.0  # for what is given up to end
 OnProgress = Callable[[int, int], object]
 """Called with the numbers of scored and of all groups."""
 
@@ -68,6 +69,7 @@ class Scorer:
         self._examples: dict[tuple[str, str], str] = {}
         self._told: Counter[tuple[str, str]] = Counter()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
         self._threads = ThreadPoolExecutor(_AT_ONCE, "rewards")
         self._calls = asyncio.Semaphore(_AT_ONCE)
         self._groups = asyncio.Semaphore(_GROUPS_AT_ONCE)
@@ -82,7 +84,10 @@ class Scorer:
             return
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True).start()
+            self._thread = threading.Thread(
+                target=_serve, args=(self._loop,), name="rewards", daemon=True
+            )
+            self._thread.start()
         score = self._score(list(group))
         self._under_way[group[0]] = asyncio.run_coroutine_threadsafe(score, self._loop)
 
@@ -108,8 +113,9 @@ class Scorer:
             future.cancel()
         self._tell(last=True)
         self._threads.shutdown(wait=False, cancel_futures=True)
-        if self._loop is not None:
+        if self._loop is not None and self._thread is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(_FAREWELL_S)
 
     def _tell(self, *, last: bool = False) -> None:
         """Note each kind of failure once it occurs, and in the end how often it occurred."""
@@ -213,6 +219,13 @@ class Scorer:
         self._faults[kind] += 1
         self._examples.setdefault(kind, said)
         return [_reward(function, trace, function.name, math.inf, said)]
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    """Run a loop until it is stopped."""
+    loop.run_forever()
+    loop.run_until_complete(loop.shutdown_default_executor())
+    loop.close()
 
 
 def _number(value: Any) -> float:
