@@ -69,7 +69,8 @@ class Scorer:
         self._examples: dict[tuple[str, str], str] = {}
         self._told: Counter[tuple[str, str]] = Counter()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
+        self._thread: threading.Thread
+        self._closed: asyncio.Event
         self._threads = ThreadPoolExecutor(_AT_ONCE, "rewards")
         self._calls = asyncio.Semaphore(_AT_ONCE)
         self._groups = asyncio.Semaphore(_GROUPS_AT_ONCE)
@@ -83,11 +84,12 @@ class Scorer:
         if not self.functions or not group or group[0] in self._under_way:
             return
         if self._loop is None:
-            self._loop = asyncio.new_event_loop()
+            started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
             self._thread = threading.Thread(
-                target=_serve, args=(self._loop,), name="rewards", daemon=True
+                target=lambda: asyncio.run(_serve(started)), name="rewards", daemon=True
             )
             self._thread.start()
+            self._loop, self._closed = started.result()
         score = self._score(list(group))
         self._under_way[group[0]] = asyncio.run_coroutine_threadsafe(score, self._loop)
 
@@ -109,12 +111,10 @@ class Scorer:
 
     def close(self) -> None:
         """Give up what is under way, and say how often functions failed in all."""
-        for future in self._under_way.values():
-            future.cancel()
         self._tell(last=True)
         self._threads.shutdown(wait=False, cancel_futures=True)
-        if self._loop is not None and self._thread is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._closed.set)
             self._thread.join(_FAREWELL_S)
 
     def _tell(self, *, last: bool = False) -> None:
@@ -221,11 +221,11 @@ class Scorer:
         return [_reward(function, trace, function.name, math.inf, said)]
 
 
-def _serve(loop: asyncio.AbstractEventLoop) -> None:
-    """Run a loop until it is stopped."""
-    loop.run_forever()
-    loop.run_until_complete(loop.shutdown_default_executor())
-    loop.close()
+async def _serve(started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]) -> None:
+    """Keep a loop running until the event is set."""
+    closed = asyncio.Event()
+    started.set_result((asyncio.get_running_loop(), closed))
+    await closed.wait()
 
 
 def _number(value: Any) -> float:
