@@ -96,7 +96,7 @@ def _print_help(name: str, *, everything: bool) -> None:
             default = rf"\[{setting.default}] " if setting.default else ""
             said = setting.meaning if everything else setting.meaning.partition(". ")[0]
             meaning = default + said.rstrip(".").replace("[", r"\[") + "."
-            table.add_row(setting.flags[:1 if everything else 2][-1], meaning)
+            table.add_row(setting.flags[: 1 if everything else 2][-1], meaning)
     for flag, meaning in _HELP_OF_FLAGS.items():
         if flag != "--resume" or name == "train":
             table.add_row(flag, meaning)

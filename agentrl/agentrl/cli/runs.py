@@ -1,4 +1,6 @@
-"""``agentrl runs``: look at runs, compare them, export what they recorded, prune their folders."""
+"""``agentrl runs``: look at runs, compare, export and reward again what they recorded, prune their
+folders.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,19 @@ from typing import Annotated, Literal, TypeVar
 from cyclopts import App, Parameter
 from cyclopts.validators import Number
 from rich.console import Console
+from rich.progress import Progress
 
 from agentrl.config.errors import ConfigError
 from agentrl.config.secrets import store_url
 from agentrl.console import runs as screen
-from agentrl.console.output import console, print_block, print_json, print_line, stderr
+from agentrl.console.output import (
+    console,
+    print_block,
+    print_json,
+    print_line,
+    print_sentences,
+    stderr,
+)
 from agentrl.console.tables import print_rows
 from agentrl.console.trace_tree import rollout_trace
 from agentrl.history import export as exports
@@ -226,6 +236,40 @@ def feedback_command(
     with _run_or_served(run, served, store) as (opened, run_id):
         for one in opened.feedback(run_id):
             print_json(one)
+
+
+# ---- reward again
+
+
+@runs_app.command(name="rescore")
+def rescore_command(
+    run: RunPath,
+    *,
+    rewards: Annotated[
+        list[str],
+        Parameter(help="Functions: module:function, file.py:function or model:NAME; repeatable."),
+    ],
+    where: Where = "",
+    replace: Annotated[
+        bool, _OPTION, Parameter(help="Only these count; other rewards are kept and set aside.")
+    ] = False,
+) -> None:
+    """Reward recorded rollouts with functions, beside or in place of the rewards that they have.
+
+    A function replaces what it gave the same rollouts before. Without --replace the sum of all
+    rewards counts, those that an earlier --replace has set aside included.
+    """
+    from agentrl.scoring.functions import load_functions
+    from agentrl.scoring.rescore import rescore
+
+    functions = load_functions(rewards)
+    with _indexed(run, Query(where)) as opened, Progress(console=stderr, transient=True) as bars:
+        bar = bars.add_task("groups", total=None)
+        done = rescore(
+            opened, functions, where, print_sentences,
+            lambda at, total: bars.update(bar, completed=at, total=total), alone=replace,
+        )  # fmt: skip
+    screen.show_rescored(console, done, alone=replace)
 
 
 # ---- prune

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -20,6 +21,9 @@ from agentrl.runs.circumstances import why_failed
 from agentrl.runs.metric_names import HELD_OUT, REWARD
 from agentrl.runs.recorded import how_to_continue, shown
 from agentrl_tracer.schemas import AttemptState, Call, Json, PromptKinds, RolloutState, Verified
+
+if TYPE_CHECKING:
+    from agentrl.scoring.rescore import Rescored
 
 _CURVE = 24
 _MOST_BRANCHED = 5
@@ -204,3 +208,22 @@ def show_calls(to: Console, calls: Sequence[Call]) -> None:
 
 def _when(form: str, at: float) -> str:
     return time.strftime(form, time.localtime(at))
+
+
+def show_rescored(to: Console, done: Rescored, *, alone: bool) -> None:
+    """Show what a re-score did to the rewards of a run."""
+    counts = {name: len(given) for name, given in done.rewards.items()}
+    rows = [
+        {"reward": name, "rollouts": counts[name], "mean": sum(given) / counts[name]}
+        for name, given in sorted(done.rewards.items())
+    ]
+    print_rows(to, rows, "reward rollouts:, mean:+.3f")
+    said = f"{done.scored:,} of {done.rollouts:,} rollouts were scored"
+    if left := done.rollouts - done.scored:
+        said += f"; {left:,} failed, were canceled or have a policy's reward, and stay as they are"
+    if done.replaced:
+        said += f"; {done.replaced:,} earlier rewards of these functions were replaced"
+    print_sentences(said, to=to)
+    means = ["none" if x is None else f"{x:+.3f}" for x in (done.before, done.after)]
+    what = "these rewards alone, others are set aside" if alone else "the sum of all rewards"
+    print_line(f"mean total reward {means[0]} → {means[1]}; what counts is {what}", to=to)

@@ -190,10 +190,12 @@ class Index:
             self._mark(max(scored.values(), default=time.time() - _COMMIT_S))
         return bool(new)
 
-    def take_again(self, ids: Collection[str]) -> None:
-        """Read rollouts whose rewards have changed."""
+    def take_again(self, ids: Sequence[str]) -> None:
+        """Read rollouts of a run whose rewards have changed."""
         feedback = by_rollout(self._store.feedback(self._run_id))
-        self._take_in(str(self._run_id), ids, feedback, has_new_words=False)
+        for at in range(0, len(ids), _STEP):
+            part = ids[at : at + _STEP]
+            self._take_in(str(self._run_id), part, feedback, has_new_words=False)
 
     def _mark(self, scored: float) -> None:
         """Note up to when rewards that were computed after their rollouts are known."""

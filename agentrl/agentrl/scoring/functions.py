@@ -2,7 +2,8 @@
 
 An entry of ``rewards`` is ``module:function``, ``file.py:function`` or ``model:NAME``. It names a
 function of a ``Trace``, a function of a group's traces (``@group_reward``), an object of either
-kind that can be called, or a class of such objects. Each may be async.
+kind that can be called, or what makes such an object with its defaults: a class, or a factory of
+``agentrl.rewards``. Each may be async.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 from agentrl.config.errors import ConfigError
 from agentrl.config.settings.models import OtherModelSettings
 from agentrl.runner.agent_spec import AgentSpecError, load_target, parse_agent, validate_agent
+from agentrl_tracer.schemas import SCORED
 from agentrl_tracer.store import Store
 
 Scores = float | Mapping[str, float] | None
@@ -71,6 +73,11 @@ class RewardFunction:
     is_async: bool = False
     """It returns at once, with what is to be awaited."""
 
+    @property
+    def keys(self) -> str:
+        """What the ``Reward.key`` of its rewards begins with."""
+        return f"{SCORED}{self.name}:"
+
     def connect(self, context: ScoringContext) -> None:
         if callable(connect := getattr(self.call, "connect", None)):
             connect(context)
@@ -103,7 +110,8 @@ def _load(entry: str) -> RewardFunction:
             raise AgentSpecError(entry, "it is a command")
         validate_agent(entry)
         target = load_target(entry, parsed)
-        target = target() if inspect.isclass(target) else target
+        if inspect.isclass(target) or getattr(target, "makes_reward", False):
+            target = target()
     except AgentSpecError as error:
         raise ConfigError(f"rewards: got {entry!r}: {error.problem}; {_ALLOWED}") from error
     except Exception as error:  # of the user's module

@@ -22,7 +22,6 @@ from agentrl.scoring.trace import Trace, read_traces
 from agentrl_tracer.schemas import (
     POLICY_REWARD_KEY,
     REWARD_RANGE,
-    SCORED,
     Reward,
     Rollout,
     is_reward,
@@ -59,8 +58,8 @@ class Scorer:
         wait: Callable[[Future[None]], object] = Future[None].result,
     ) -> None:
         self.functions = functions
-        self.scored: Counter[str] = Counter()
-        """Rollouts by function."""
+        self.seen = 0
+        """Rollouts that the functions were given."""
         self.replaced = 0
         """Rewards of earlier scores."""
         self._context, self._again, self._alone, self._wait = context, again, alone, wait
@@ -132,9 +131,11 @@ class Scorer:
     async def _score(self, group: Sequence[str]) -> None:
         async with self._groups:
             traces = await asyncio.to_thread(self._read, group)
+            self.seen += len(traces)
             results = [self._apply(function, traces) for function in self.functions]
             by_function = await asyncio.gather(*results)
-            await asyncio.to_thread(self._keep, traces, by_function)
+            replaced = await asyncio.to_thread(self._keep, traces, by_function)
+            self.replaced += replaced
 
     def _read(self, group: Sequence[str]) -> list[Trace]:
         """Read the traces, without those whose attempt failed and was rewarded by a policy."""
@@ -146,11 +147,11 @@ class Scorer:
             if all(reward.key != POLICY_REWARD_KEY for reward in trace.rewards)
         ]
 
-    def _keep(self, traces: Sequence[Trace], by_function: Sequence[Sequence[list[Reward]]]) -> None:
-        """Store the rewards of each rollout, in the order of the functions."""
+    def _keep(self, traces: Sequence[Trace], by_function: Sequence[Sequence[list[Reward]]]) -> int:
+        """Store the rewards of each rollout in the order of the functions; count replaced ones."""
         scores = [*chain.from_iterable(chain.from_iterable(zip(*by_function, strict=True)))]
         attempts, names = [one.attempt_id for one in traces], [one.name for one in self.functions]
-        self.replaced += self._context.store.set_scores(attempts, names, scores, alone=self._alone)
+        return self._context.store.set_scores(attempts, names, scores, alone=self._alone)
 
     async def _apply(
         self, function: RewardFunction, traces: Sequence[Trace]
@@ -193,7 +194,7 @@ class Scorer:
             if function.is_async:
                 return await function.call(given)
             loop = asyncio.get_running_loop()
-            result = await loop.run_in_executor(self._threads, function.call, given)
+            result: Any = await loop.run_in_executor(self._threads, function.call, given)
             return await result if inspect.isawaitable(result) else result
 
     # ---- results
@@ -205,7 +206,6 @@ class Scorer:
             numbers = {} if result is None else {str(k): _number(x) for k, x in named.items()}
         except Exception as error:  # of any object's own ``__float__``
             return self._refused(function, trace, error)
-        self.scored[function.name] += bool(numbers)
         return [_reward(function, trace, name, number) for name, number in numbers.items()]
 
     def _refused(
@@ -230,11 +230,11 @@ def _number(value: Any) -> float:
 def _reward(
     function: RewardFunction, trace: Trace, name: str, value: float, why: str | None = None
 ) -> Reward:
-    key = f"{SCORED}{function.name}:{name}"
+    key = f"{function.keys}{name}"
     return Reward(trace.attempt_id, trace.rollout_id, name, value, key, explanation=why)
 
 
 def _earlier(function: RewardFunction, trace: Trace) -> list[Reward]:
     """Return the rewards that a function gave before; none if it had failed."""
-    found = [one for one in trace.rewards if one.key.startswith(f"{SCORED}{function.name}:")]
+    found = [one for one in trace.rewards if one.key.startswith(function.keys)]
     return found if all(is_reward(one.value) for one in found) else []

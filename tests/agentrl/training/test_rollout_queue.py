@@ -15,6 +15,7 @@ from settings import nested
 
 from agentrl.config.commands import TrainConfig
 from agentrl.config.settings.evaluation import EvaluationSettings
+from agentrl.scoring.scorer import Scorer
 from agentrl.training.evaluation import plan_evaluation
 from agentrl.training.rollout_queue import CheckProgress, RolloutQueue, tasks_in_order
 from agentrl.training.session import Session
@@ -106,14 +107,19 @@ def stream(
     given = {"batch_size": BATCH, "group_size": GROUP, "seed": 3} | settings
     config = TrainConfig(**nested(agent="x:y", tasks="tasks.jsonl", **given))
     limit = StalenessLimit(bound, stale)
-    queue = Queue(hands, config, hands.task_ids, steps=steps, staleness=limit, teaches=teaches)
+    unscored = Scorer((), Any)  # pyright: ignore[reportArgumentType]
+    queue = Queue(
+        hands, config, hands.task_ids, steps=steps, staleness=limit, teaches=teaches,
+        scorer=unscored,
+    )  # fmt: skip
     queue.queued_at = {}
     if state is not None:
         queue.restore(state)
     return queue
 
 
-def nothing(done: int, total: int) -> None:
+def nothing(*progress: Any) -> None:
+    done, total = progress[-2:]
     assert 0 <= done <= total
 
 

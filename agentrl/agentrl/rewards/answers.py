@@ -1,0 +1,177 @@
+"""Rewards that read the answer alone: equality, numbers, JSON, patterns, tags and length."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any
+
+from agentrl.rewards.composition import RewardOfTrace, expected_of, field_of, makes_reward
+from agentrl.scoring.trace import Trace
+
+_NUMBER = re.compile(
+    r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d))(?:[eE][-+]?\d+)?"
+)
+_FENCED = re.compile(r"```[ \t]*([\w+-]*)[^\n]*\n(.*?)\n?[ \t]*```", re.DOTALL)
+
+
+@makes_reward
+def exact(
+    field: str = "answer", *, pattern: str | None = None, ignore_case: bool = False
+) -> RewardOfTrace:
+    r"""Reward 1 if the answer is the task's ``field``, or one of it if that is a list; else 0.
+
+    White space around and between words does not count.
+
+    Args:
+        pattern: regular expression whose last match is compared instead of the whole answer, by
+            its first group where it has one: ``r"<answer>(.*?)</answer>"``, ``r"####\s*(.+)"``.
+        ignore_case: upper and lower case are equal.
+    """
+    found = re.compile(pattern, re.DOTALL) if pattern else None
+
+    def plain(text: str) -> str:
+        text = " ".join(text.split())
+        return text.casefold() if ignore_case else text
+
+    def score(trace: Trace) -> float:
+        said = trace.answer
+        if found is not None:
+            matches = list(found.finditer(said))
+            if not matches:
+                return 0.0
+            said = matches[-1][1 if found.groups else 0] or ""
+        return float(plain(said) in (plain(str(one)) for one in expected_of(trace, field)))
+
+    return score
+
+
+@makes_reward
+def numeric(field: str = "answer", *, tolerance: float = 1e-6) -> RewardOfTrace:
+    """Reward 1 if the last number of the answer is that of the task's ``field``; else 0.
+
+    Thousands may have commas: 1,234.5. Of a text in ``field``, such as GSM8K's with its steps, the
+    last number counts; a list means any of its items.
+
+    Args:
+        tolerance: largest difference, relative to the right number or absolute.
+    """
+
+    def score(trace: Trace) -> float:
+        rights = [last_number(str(one)) for one in expected_of(trace, field)]
+        known = [right for right in rights if right is not None]
+        if not known:
+            raise ValueError(f"the task's field {field!r} has no number: {trace.task[field]!r}")
+        said = last_number(trace.answer)
+        return float(
+            said is not None
+            and any(math.isclose(said, x, rel_tol=tolerance, abs_tol=tolerance) for x in known)
+        )
+
+    return score
+
+
+def last_number(text: str) -> float | None:
+    """Return the last number in a text; None without one."""
+    found = [match for match in _NUMBER.findall(text.replace("\N{MINUS SIGN}", "-")) if match]
+    return float(found[-1].replace(",", "")) if found else None
+
+
+@makes_reward
+def json_schema(schema: dict[str, Any] | None = None, *, field: str = "schema") -> RewardOfTrace:
+    """Reward 1 if the answer is JSON that a JSON schema accepts; else 0.
+
+    The answer may be one fenced code block, or have one.
+
+    Args:
+        schema: by default that of the task's ``field``.
+
+    Raises:
+        jsonschema.SchemaError: ``schema`` is none.
+    """
+    from jsonschema import ValidationError
+    from jsonschema.validators import validator_for
+
+    if schema is not None:
+        validator_for(schema).check_schema(schema)
+
+    def score(trace: Trace) -> float:
+        wanted = field_of(trace, field) if schema is None else schema
+        validator = validator_for(wanted)
+        if schema is None:
+            validator.check_schema(wanted)
+        text = last_block(trace.answer, "json") or trace.answer
+        try:
+            validator(wanted).validate(json.loads(text))
+        except (ValueError, RecursionError, ValidationError):
+            return 0.0
+        return 1.0
+
+    return score
+
+
+def last_block(text: str, *languages: str) -> str | None:
+    """Return the last fenced code block of one of the languages, or without one; None without."""
+    found = [block for language, block in _FENCED.findall(text) if language in ("", *languages)]
+    return found[-1] if found else None
+
+
+@makes_reward
+def regex(pattern: str | None = None, *, field: str = "pattern") -> RewardOfTrace:
+    """Reward 1 if a regular expression is found in the answer; else 0. A dot fits line ends, too.
+
+    Args:
+        pattern: by default that of the task's ``field``.
+    """
+    known = re.compile(pattern, re.DOTALL) if pattern is not None else None
+
+    def score(trace: Trace) -> float:
+        wanted = known or re.compile(str(field_of(trace, field)), re.DOTALL)
+        return float(wanted.search(trace.answer) is not None)
+
+    return score
+
+
+@makes_reward
+def format_tags(*tags: str) -> RewardOfTrace:
+    """Reward 1 if the answer is these tags, once each, filled, in this order; else 0.
+
+    By default ``<think>`` and ``<answer>``. Reasoning that the gateway has split off counts as
+    ``<think>``.
+    """
+    names = tags or ("think", "answer")
+    inside = r"\s*".join(rf"<{name}>(?=\s*[^\s<])(.*?)</{name}>" for name in map(re.escape, names))
+    whole = re.compile(rf"\s*{inside}\s*", re.DOTALL)
+
+    def score(trace: Trace) -> float:
+        text = _with_reasoning(trace)
+        once = all(text.count(f"<{name}>") == text.count(f"</{name}>") == 1 for name in names)
+        return float(once and whole.fullmatch(text) is not None)
+
+    return score
+
+
+def _with_reasoning(trace: Trace) -> str:
+    last = trace.messages[-1] if trace.messages else {}
+    content, thought = last.get("content"), last.get("reasoning_content") or last.get("reasoning")
+    if isinstance(content, str) and "<think>" in content:
+        return content
+    return f"<think>{thought}</think>{trace.answer}" if thought else trace.answer
+
+
+@makes_reward
+def length(limit: int = 512, buffer: int = 0) -> RewardOfTrace:
+    """Punish long answers: 0 up to ``limit - buffer`` sampled tokens, -1 beyond ``limit``, and
+    linear in between, as DAPO does (arXiv:2503.14476, equation 13).
+
+    Counts the tokens of the longest call, reasoning included.
+    """
+
+    def score(trace: Trace) -> float:
+        tokens = max((call.tokens[1] for call in trace.calls if call.tokens), default=0)
+        if tokens <= limit - buffer:
+            return 0.0
+        return -1.0 if tokens > limit else (limit - buffer - tokens) / buffer
+
+    return score

@@ -1,0 +1,91 @@
+"""Reward recorded rollouts again, with functions of today: ``agentrl runs rescore``.
+
+By default the new rewards count beside all others of a rollout, those that an earlier re-score had
+set aside included. With ``alone`` only the new ones count; the others are kept, shown and found by
+their names, and a later re-score brings them back.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import groupby
+from statistics import fmean
+
+from agentrl.config.setting_names import recorded
+from agentrl.config.settings.models import OtherModelSettings
+from agentrl.history.rollout_table import Query, find_rollouts
+from agentrl.history.sources import OpenRun
+from agentrl.runs.recorded import open_store
+from agentrl.scoring.functions import RewardFunction, ScoringContext
+from agentrl.scoring.scorer import OnProgress, Scorer
+from agentrl_tracer.schemas import is_reward
+from agentrl_tracer.store import Store
+from agentrl_trainer.data.rewards import rollout_rewards
+
+
+@dataclass(frozen=True)
+class Rescored:
+    """What a re-score did."""
+
+    rollouts: int
+    """Those that matched."""
+    scored: int
+    """Those with an attempt that succeeded. The others keep what they have."""
+    replaced: int
+    """Rewards of the same functions that the new ones replaced."""
+    rewards: dict[str, list[float]]
+    """The new rewards by name."""
+    before: float | None
+    """Mean of the total rewards; None if no rollout had one."""
+    after: float | None
+
+
+def rescore(
+    run: OpenRun, functions: Sequence[RewardFunction], where: str, note: Callable[[str], object],
+    on_progress: OnProgress, *, alone: bool = False,
+) -> Rescored:  # fmt: skip
+    """Compute and store rewards of a run's rollouts.
+
+    A function that compares groups gets the members that match.
+
+    Args:
+        where: which rollouts; the index must be up to date.
+        alone: only the new rewards count.
+
+    Raises:
+        ConfigError: a process uses the run, ``where`` is wrong, or a function cannot work here.
+    """
+    run.folder.lock()
+    rows = find_rollouts(run.index, Query(where, sort="group", limit=-1)).rows
+    groups = [
+        [row["id"] for row in rows] for _, rows in groupby(rows, key=lambda row: row["group"])
+    ]
+    ids = [row["id"] for row in rows]
+    with closing(open_store(run.folder)[0]) as store:
+        before = _mean(store, run.id, ids)
+        models = recorded(run.row["config"], "models", {})
+        models = {name: OtherModelSettings.model_validate(one) for name, one in models.items()}
+        context = ScoringContext(store, run.id, run.folder.root, note, models)
+        scorer = Scorer(functions, context, again=True, alone=alone)
+        try:
+            scorer.finish(groups, on_progress)
+        finally:
+            scorer.close()
+            run.index.take_again(ids)
+        own = tuple(function.keys for function in functions)
+        given: defaultdict[str, list[float]] = defaultdict(list)
+        for reward in store.rewards(ids):
+            if reward.key.startswith(own) and is_reward(reward.value):
+                given[reward.name].append(reward.value)
+        after = _mean(store, run.id, ids)
+    return Rescored(len(ids), scorer.seen, scorer.replaced, dict(given), before, after)
+
+
+def _mean(store: Store, run_id: str, ids: Sequence[str]) -> float | None:
+    rollouts = store.rollouts(run_id, ids=ids)
+    earned = rollout_rewards(rollouts, store.rewards(ids)).values()
+    known = [reward for reward in earned if reward is not None]
+    return fmean(known) if known else None
