@@ -40,7 +40,10 @@ NEEDS: dict[str, dict[str, int]] = {
     "docs/coding_tasks.md": {"a coding agent": 1, "Harbor and Docker": 1},
 } | {
     f"docs/{name}.md": {}
-    for name in ("tutorial", "runs", "adapters", "attribution", "client", "protocols", "sweeps")
+    for name in (
+        "tutorial", "runs", "adapters", "attribution", "client", "own-algorithms", "protocols",
+        "sweeps",
+    )  # fmt: skip
 }
 
 BLOCK = re.compile(

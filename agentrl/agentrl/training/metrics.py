@@ -252,7 +252,7 @@ def _findings(
     if batch.unclaimed:
         names = ", ".join(f"{agent} ({n})" for agent, n in batch.unclaimed.most_common())
         found["unclaimed"] = Finding(
-            f"rewards for agents that made no call in their rollout count for nothing: {names}",
+            f"rewards for agents that made no call count for nothing: {names}",
             "name the agents in emit_reward as their requests do",
         )
     return found

@@ -86,7 +86,7 @@ class StepBatch:
     group_of: dict[str, str] = field(default_factory=dict[str, str])
     """By rollout id."""
     unclaimed: Counter[str] = field(default_factory=Counter[str])
-    """Rewards for agents that made no call in their rollout, by agent."""
+    """Rewards for agents that made no call in the step, by agent."""
     unasked: set[str] = field(default_factory=set[str])
     """Rollouts that earned a reward without a call of a model in training."""
     groups: dict[str, list[SkipReason | None]] = field(

@@ -66,14 +66,14 @@ def sum_rewards(rewards: Sequence[Reward]) -> float | None:
 def unclaimed_rewards(
     rollouts: Sequence[Rollout], calls: Sequence[Call], rewards: Sequence[Reward]
 ) -> Counter[str]:
-    """Count the winning attempts' rewards for agents that made no call in them, by the agent."""
+    """Count the winning attempts' rewards for agents that made none of the calls, by the agent."""
     emitted = by_rollout(rewards)
-    called = {(call.attempt_id, call.agent) for call in calls}
+    called = {call.agent for call in calls}
     return Counter(
         reward.agent
         for rollout in rollouts
         for reward in winning_rewards(rollout, emitted[rollout.id])
-        if reward.agent is not None and (rollout.winner, reward.agent) not in called
+        if reward.agent is not None and reward.agent not in called
     )
 
 
