@@ -26,7 +26,6 @@ from agentrl.runs.folder import RunFolder
 from agentrl_tracer.schemas import AttemptState, NewRollout, Purpose
 from agentrl_tracer.store import Store
 
-
 SIGNS = list(itertools.product((-1, 1), repeat=5))
 
 
