@@ -111,15 +111,15 @@ def _evaluate(
     if not alone:
         print_line((name, "bold"))
     asks_for = model.adapter if answered_by else None
-    with fixed_model(config, "eval", tasks, asks_for, source) as made:
+    with fixed_model(config, "eval", tasks, asks_for, source=source) as made:
         rollouts = made.execute(plan_evaluation(made.task_ids, 0, how, config.run.seed))
     session = made.session
     earned = rollout_rewards(rollouts, session.store.rewards([one.id for one in rollouts])).values()
     session.store.close()
     with contextlib.closing(open_run(session.folder)) as run:
         [found] = stored_outcomes(run).values()
-    rewards = [reward for reward in earned if reward is not None]
-    scores = scores_of(found) | {"reward": fmean(rewards) if rewards else None}
+    known = [reward for reward in earned if reward is not None]
+    scores = scores_of(found) | {"reward": fmean(known) if known else None}
     problems = count_failures(rollouts)
     # Answers of another model that were sampled without a setting of the evaluation, by setting.
     refused = Counter(
