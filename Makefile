@@ -13,7 +13,7 @@ SWEEP ?= hello-sweep
 PYTEST ?= -n 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help demo demo-real sweep examples test check docs site packages clients coding-agents frameworks real-model vllm tinker trackers guards \
-	harbor litellm-proxy mutations chaos lock clean
+	harbor inspect litellm-proxy mutations chaos lock clean
 .DEFAULT_GOAL := help
 
 help:
@@ -33,7 +33,7 @@ help:
 	@echo "make coding-agents  Claude Code, Codex, OpenCode, ... by their profiles (fetches 1.5 GB)"
 	@echo "make guards     train runs that end early: budgets, alerts, going back (3 minutes)"
 	@echo "make real-model train, resume, merge and serve smollm2-135m (3 minutes)"
-	@echo "make vllm tinker trackers harbor litellm-proxy   need another environment: see CONTRIBUTING.md"
+	@echo "make vllm tinker trackers harbor inspect litellm-proxy   need another environment: see CONTRIBUTING.md"
 	@echo "make mutations  remove each rule of the library; each removal must fail a test"
 	@echo "make chaos      kill processes of runs at random, KILLS=100 of each kind; check the books"
 
@@ -72,7 +72,7 @@ packages: $(VENV)/.dev
 coding-agents: $(VENV)/.dev
 	@$(BIN)/python -m pytest -m coding_agents -o log_cli=true --log-cli-level=INFO tests/examples
 
-clients frameworks guards vllm tinker trackers harbor litellm-proxy: $(VENV)/.dev
+clients frameworks guards vllm tinker trackers harbor inspect litellm-proxy: $(VENV)/.dev
 	@$(BIN)/python -m pytest -m $(subst -,_,$@)
 
 mutations: $(VENV)/.dev

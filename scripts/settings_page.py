@@ -41,7 +41,7 @@ def page() -> str:
     parts = [_HEAD]
     shown: dict[str, str | None] = {}
     for command, model in COMMANDS.items():
-        new = [one for one in settings_of(model) if shown.get(one.name, "") != one.default]
+        new = [one for one in settings_of(model) if shown.get(one.name, "no such") != one.default]
         shown |= {one.name: one.default for one in settings_of(model)}
         title = f"`agentrl {command}`" if command == "train" else f"Only in `agentrl {command}`"
         parts.append(f"## {title}\n")

@@ -35,7 +35,8 @@ def run_command(*tokens: Tokens) -> None:
         model.name, model.adapter = str(MODEL_DIR), "no-adapter"
         config.gateway.accept_any_model = False  # other names get 404, not the built-in model
     seed = rollout_seed(config.run.seed, "run")
-    with fixed_model(config, "run", [config.agent.task], asks_for, model.adapter_path) as made:
+    source = model.adapter_path
+    with fixed_model(config, "run", [config.agent.task], asks_for, source=source) as made:
         new = NewRollout(made.task_ids[0], "run", Purpose.EVAL, step=0, index=0, seed=seed)
         [rollout] = made.execute([new])
     session = made.session

@@ -46,7 +46,7 @@ class TrainingClients:
 def create_clients(
     config: TrainConfig, folder: Path, note: Callable[[str], None]
 ) -> TrainingClients:
-    """Create the adapters of a run over the base model.
+    """Create fresh adapters over the base model.
 
     Args:
         folder: of the run; the clients save there.
@@ -146,14 +146,18 @@ def _on_tinker(config: TrainConfig, folder: Path) -> TrainingClients:
     try:
         service = ServiceClient(backend="tinker", base_url=config.tinker.base_url, folder=folder)
         served = {one.model_name: one for one in service.get_server_capabilities().supported_models}
-        clients = {
-            name: service.create_lora_training_client(
-                model, config.learning.rank, config.run.seed + index, name=name
-            )
-            for index, name in enumerate(config.trained)
-        }
+        clients = _adapters(service, config)
     except (ValueError, *failures) as error:
         raise RunError(f"run.backend: Tinker refuses to train {model}: {error}") from error
     limit = served[model].max_context_length if model in served else None
     context_length = min(facts.context_length, limit or facts.context_length)
     return TrainingClients(service, clients, context_length, facts.tokenizer, rate, failures)
+
+
+def _adapters(service: ServiceClient, config: TrainConfig) -> dict[str, TrainingClient]:
+    """Make a client for each adapter, with seeds of their own."""
+    create, rank, seed = service.create_lora_training_client, config.learning.rank, config.run.seed
+    return {
+        name: create(config.model.name, rank, seed + index, name=name)
+        for index, name in enumerate(config.trained)
+    }

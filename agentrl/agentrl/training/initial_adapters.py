@@ -32,7 +32,6 @@ _ADAPTERS, _CHECKPOINTS = "adapters", "checkpoints"  # in the run's folder ``ini
 class InitialAdapters:
     """What the adapters of a new run start from."""
 
-    source: Path
     loras: dict[str, SavedLora]
     """By the names that the adapters have in the new run."""
     checkpoint: Path | None
@@ -94,7 +93,7 @@ def find_initial(
     notes = [f"{name}: {note}" for name, lora in loras.items() for note in lora.notes]
     bases = {lora.base for lora in loras.values()} - {None, model, resolve_model(model)}
     notes += [f"{source} was trained over {base}, and goes on over {model}" for base in bases]
-    return InitialAdapters(source, loras, checkpoint, notes)
+    return InitialAdapters(loras, checkpoint, notes)
 
 
 def _checkpoint(source: Path, folders: Mapping[str, Path]) -> Path:

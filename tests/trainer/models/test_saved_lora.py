@@ -33,6 +33,7 @@ def edited(folder: Path, **fields: Any) -> Path:
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"bias": "all"}, "bias"),
         ({"alpha_pattern": {"q_proj": 2}}, "alpha_pattern"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
         ({"trainable_token_indices": [3]}, "trainable_token_indices"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights"),
         ({"layer_replication": [[0, 2], [0, 2]]}, "layer_replication"),

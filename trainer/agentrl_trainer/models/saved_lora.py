@@ -28,7 +28,7 @@ _WITHOUT_EFFECT = (
     "qalora_group_size loftq_config eva_config"
 )
 """Fields that say nothing of the weights, or act only through a field that is refused."""
-_SELECT = ("exclude_modules", "layers_to_transform", "layers_pattern")
+_SELECT = ("exclude_modules", "layers_to_transform")
 _OF_ITS_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
 """Initializations that change the base model: their adapters do not fit the model itself."""
 _MODULE = re.compile(r"base_model\.model\.(.+)\.lora_(?:embedding_)?A(?:\.weight)?")
@@ -50,8 +50,6 @@ class SavedLora:
     """The scale is alpha / rank; a rank-stabilized LoRA's alpha is given in this form."""
     targets: str | list[str]
     """PEFT's target_modules, and the weights of experts."""
-    rank_pattern: dict[str, int]
-    """Ranks of layers that differ; of experts in a mixture."""
     notes: tuple[str, ...]
     """What is done otherwise here than where it was made."""
 
@@ -78,10 +76,8 @@ def read_lora(folder: Path) -> SavedLora:
         notes.append(f"use_rslora: its scale is kept as alpha {alpha:g}")
     if dropout := config.get("lora_dropout"):
         notes.append(f"lora_dropout {dropout:g}: here is none, so that what samples is what trains")
-    return SavedLora(
-        folder, config.get("base_model_name_or_path"), rank, alpha, _targets(folder, config),
-        config.get("rank_pattern") or {}, tuple(notes),
-    )  # fmt: skip
+    base, targets = config.get("base_model_name_or_path"), _targets(folder, config)
+    return SavedLora(folder, base, rank, alpha, targets, tuple(notes))
 
 
 def _refuse_features(folder: Path, config: dict[str, Any]) -> None:
@@ -95,6 +91,8 @@ def _refuse_features(folder: Path, config: dict[str, Any]) -> None:
         raise refuse("task_type")
     if str(config.get("init_lora_weights")).lower().startswith(_OF_ITS_BASE):
         raise refuse("init_lora_weights")
+    if config.get("rank_pattern") and not config.get("target_parameters"):  # experts have one
+        raise refuse("rank_pattern")
     for name in config.keys() - f"{_READ} {_WITHOUT_EFFECT}".split():
         if config[name] and config[name] != "none":  # bias
             raise refuse(name)
@@ -102,7 +100,7 @@ def _refuse_features(folder: Path, config: dict[str, Any]) -> None:
 
 def _targets(folder: Path, config: dict[str, Any]) -> str | list[str]:
     """Return what is adapted; where a choice of layers limits it, the paths of the weights."""
-    if any(config.get(name) is not None for name in _SELECT):
+    if any(config.get(name) not in (None, []) for name in _SELECT):
         with safe_open(folder / WEIGHTS_FILE, framework="numpy") as file:
             found = (_MODULE.fullmatch(key) for key in file.keys())  # noqa: SIM118
             return sorted({match[1] for match in found if match})
