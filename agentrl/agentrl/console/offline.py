@@ -17,7 +17,7 @@ from rich.progress import (
 from rich.text import Text
 
 from agentrl.console.output import plain, print_line, print_sentences, whole
-from agentrl.console.report import serve_command
+from agentrl.console.report import adapter_flags, serve_command
 from agentrl.console.tables import NAME_WIDTH, facts, sparkline
 from agentrl.runs.recorded import shown
 
@@ -85,8 +85,7 @@ def offline_report(summary: OfflineSummary, model: ModelSettings) -> Group:
     paths += [("best adapter", folder.best_adapter)] if known else []
     places = [whole((f"{name:<{NAME_WIDTH}}  ", "dim"), shown(path)) for name, path in paths]
     adapter = folder.best_adapter if known else folder.adapter
-    name = "" if model.name == "agentrl-tiny" else f" --model {model.name}"
-    evaluate = f"agentrl eval AGENT --tasks TASKS --adapter-path {shown(adapter)}{name}"
+    evaluate = f"agentrl eval AGENT --tasks TASKS {adapter_flags(adapter, model)}"
     commands = [
         whole("serve it:  ", (serve_command(adapter, model), "bold cyan")),
         whole("evaluate it:  ", (evaluate, "bold cyan")),
