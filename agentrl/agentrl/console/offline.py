@@ -17,7 +17,7 @@ from rich.progress import (
 from rich.text import Text
 
 from agentrl.console.output import plain, print_line, print_sentences, whole
-from agentrl.console.report import serve_command
+from agentrl.console.report import adapter_flags, serve_command
 from agentrl.console.tables import NAME_WIDTH, facts, sparkline
 from agentrl.runs.folder import RunFolder, is_reward_model
 from agentrl.runs.recorded import shown
@@ -91,8 +91,7 @@ def offline_report(summary: OfflineSummary, model: ModelSettings) -> Group:
         train = f"agentrl train AGENT --tasks TASKS --rewards model:{shown(folder.root)}"
         use = whole("train with it:  ", (train, "bold cyan"))
         return Group("[b green]trained[/]", facts(rows), *places, use)
-    name = "" if model.name == "agentrl-tiny" else f" --model {model.name}"
-    evaluate = f"agentrl eval AGENT --tasks TASKS --adapter-path {shown(adapter)}{name}"
+    evaluate = f"agentrl eval AGENT --tasks TASKS {adapter_flags(adapter, model)}"
     commands = [
         whole("serve it:  ", (serve_command(adapter, model), "bold cyan")),
         whole("evaluate it:  ", (evaluate, "bold cyan")),

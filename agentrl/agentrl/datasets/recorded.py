@@ -13,7 +13,7 @@ from agentrl.config.secrets import store_url
 from agentrl.config.setting_names import recorded
 from agentrl.datasets.samples import Samples
 from agentrl.history.evaluations import success_reward
-from agentrl.history.export import paths_of, row_records
+from agentrl.history.export import paths_of, row_records, withholds
 from agentrl.history.rollout_table import Query, find_rollouts
 from agentrl.history.sources import OpenRun, open_run
 from agentrl.runs.folder import RunFolder
@@ -80,10 +80,10 @@ def _of_rollouts(run: OpenRun, where: str, best_of: int | None, last: bool) -> S
     by_rollout: dict[str, list[Json]] = defaultdict(list)
     for record in row_records(run, where, imitated=True):
         by_rollout[record["rollout"]].append(record)
-    matched = find_rollouts(run.index, Query(where, limit=0)).total
-    if without := matched - len(by_rollout):
-        reason = "rollouts that are held out (say purpose in --where), or have no tokens of a model"
-        found.left_out[f"{reason} that we sample"] += without
+    held_out = _count(run, f"({where}) and purpose == 'eval'") if withholds(run, where) else 0
+    found.left_out["rollouts of held-out tasks (name purpose in --where to take them)"] += held_out
+    without = _count(run, where) - held_out - len(by_rollout)
+    found.left_out["rollouts without an answer of a model that is sampled here"] += without
     taken, seen = Counter[str](), set[tuple[int, ...]]()
     rollouts: Iterable[list[Json]] = by_rollout.values()
     if best_of:
@@ -100,6 +100,10 @@ def _of_rollouts(run: OpenRun, where: str, best_of: int | None, last: bool) -> S
             seen.update(tuple(one["tokens"]) for one in new)
             found.kept += [Sample(_row(one["tokens"], one["mask"], last), task) for one in new]
     return found
+
+
+def _count(run: OpenRun, where: str) -> int:
+    return find_rollouts(run.index, Query(where, limit=1)).total
 
 
 def served_samples(url: str, last: bool) -> Samples[Sample]:

@@ -85,10 +85,9 @@ _OF_A_STEP = (
 """Why calls did not train in the step that they were made for; their tokens are good."""
 _OF_RL = (
     *_OF_A_STEP, SkipReason.EVALUATION, SkipReason.NO_ROLLOUT, SkipReason.NOT_TRAINABLE_MODEL,
-    SkipReason.OTHER_AGENT, SkipReason.TRUNCATED, SkipReason.OFF_POLICY, SkipReason.STALE,
-    SkipReason.NON_FINITE, SkipReason.NON_FINITE_STEP,
+    SkipReason.OFF_POLICY, SkipReason.STALE, SkipReason.NON_FINITE, SkipReason.NON_FINITE_STEP,
 )  # fmt: skip
-"""Why calls did not train that may be imitated."""
+"""Why calls did not train that may be imitated: not what the settings of the run exclude."""
 
 
 def row_records(run: OpenRun, where: str, *, imitated: bool = False) -> Iterator[Json]:
@@ -140,7 +139,12 @@ def _rows(run: OpenRun, *conditions: str, sort: str = "id") -> list[Row]:
 
 def _trained(run: OpenRun, where: str) -> str:
     """Leave out the evaluations of a training: their tasks are held out."""
-    return "" if run.row["kind"] != "train" or "purpose" in where else 'purpose == "train"'
+    return 'purpose == "train"' if withholds(run, where) else ""
+
+
+def withholds(run: OpenRun, where: str) -> bool:
+    """Tell whether the evaluations of a run are left out: a training's, unless they are named."""
+    return run.row["kind"] == "train" and "purpose" not in where
 
 
 def _batches(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:

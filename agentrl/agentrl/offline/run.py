@@ -15,11 +15,12 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Generic, Protocol, TypeVar
+from functools import cached_property, lru_cache
+from typing import Any, Generic, TypeVar
 
 from agentrl.config.commands import OfflineConfig
 from agentrl.config.errors import ConfigError
+from agentrl.console.offline import OfflineDisplay
 from agentrl.offline.objective import Objective
 from agentrl.process_privacy import private_files
 from agentrl.runs.best_adapter import keep_best
@@ -34,15 +35,6 @@ from agentrl_trainer.client import AdamParams
 from agentrl_trainer.learner.optimizers import schedule_factor
 
 E = TypeVar("E")
-
-
-class Display(Protocol):
-    """Shows a run while it goes on."""
-
-    def begin(self, steps: int, done: int) -> None: ...
-    def step(self, row: Mapping[str, Any]) -> None: ...
-    def measured(self, step: int, loss: float, best: int) -> None: ...
-    def note(self, message: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +71,7 @@ class OfflineRun(Generic[E]):
     store: Store
     run_id: str
     backend: TrainingClients
-    display: Display
+    display: OfflineDisplay
 
     def __post_init__(self) -> None:
         self.name = self.config.model.adapter
@@ -111,8 +103,7 @@ class OfflineRun(Generic[E]):
     def batch(self, step: int) -> list[E]:
         """Return the examples of a step, counted from 1."""
         epoch, at = divmod(step - 1, self.per_epoch)
-        order = list(range(len(self.examples)))
-        random.Random(f"{self.config.run.seed}/{epoch}").shuffle(order)
+        order = _shuffled(len(self.examples), f"{self.config.run.seed}/{epoch}")
         size = self.config.learning.batch_size
         return [self.examples[i] for i in order[at * size : (at + 1) * size]]
 
@@ -158,7 +149,7 @@ class OfflineRun(Generic[E]):
         return digest.hexdigest()
 
     def restore(self) -> int:
-        """Go back to the newest whole checkpoint; return its step.
+        """Go back to the newest whole checkpoint, drop what came after it, and return its step.
 
         Raises:
             ConfigError: it was made on other examples.
@@ -174,12 +165,21 @@ class OfflineRun(Generic[E]):
             )
         self.folder.drop_metrics_after(step)
         self.store.drop_metrics_after(self.run_id, step)
-        if meta and not any(LOSS in row for row in self.rows_of(step)):
+        rows = self.folder.read_metrics()
+        if meta and not any(row["step"] == step and LOSS in row for row in rows):
             self.log(step, meta["row"])
+        for path in (self.folder.adapters / self.name).glob("v*"):
+            if path.name[1:].isdigit() and int(path.name[1:]) > step:
+                shutil.rmtree(path)
+        keep_best(self.folder, [self.name], self.best)
         return step
 
-    def rows_of(self, step: int) -> list[dict[str, Any]]:
-        return [row for row in self.folder.read_metrics() if row["step"] == step]
+
+@lru_cache(maxsize=1)
+def _shuffled(count: int, seed: str) -> list[int]:
+    order = list(range(count))
+    random.Random(seed).shuffle(order)
+    return order
 
 
 @private_files()
@@ -208,7 +208,10 @@ def train_step(run: OfflineRun[E], step: int) -> None:
     row["learning_rate"] = adam.learning_rate
     if row.get("skipped_non_finite"):
         if step == 1:
-            raise RunError("the loss or gradient of the first step is not finite: see model.dtype")
+            raise RunError(
+                "the loss or gradient of the first step is not finite: give model.dtype float32, "
+                "or look at the weights of the examples"
+            )
         run.display.note(f"step {step} was not applied: its loss or gradient was not finite")
     row["seconds/update"] = time.perf_counter() - began
     if step % run.config.run.checkpoint_every == 0 or step == run.steps:

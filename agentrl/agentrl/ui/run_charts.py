@@ -27,7 +27,7 @@ _PLANS: dict[str, tuple[str, str, Sequence[str]]] = {
     "kl": ("KL divergence per token", "",
            ["kl/reference", "sampler_trainer/kl", "last_epoch/sampler_trainer/kl"]),
     "clip": ("Clip fraction", "%", ["clip_fraction", "last_epoch/clip_fraction"]),
-    "loss": ("Loss", "", ["loss", "value/loss"]),
+    "loss": ("Loss", "", ["loss", "eval/loss", "value/loss"]),
     "gradient": ("Norm of the gradient", "", ["grad_norm"]),
     "learning-rate": ("Learning rate", "", ["learning_rate"]),
     "difference": ("Difference of log-probs, sampler to trainer", "",

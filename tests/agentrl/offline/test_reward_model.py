@@ -122,11 +122,11 @@ def test_regression_learns_scores(tmp_path: Path) -> None:
 def test_a_reward_model_and_a_policy_are_not_taken_for_each_other(
     trained: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match="adapter_path: .* is a reward model, which writes no"):
+    with pytest.raises(ConfigError, match=r"adapter_path: .* is a reward model, which writes no"):
         adapter_folders(ServeConfig(), trained.root)
     monkeypatch.chdir(trained.root.parent.parent)
     assert load_reward_model("helpful").adapter == trained.best_adapter
-    with pytest.raises(ConfigError, match="rewards: .* is no run folder"):
+    with pytest.raises(ConfigError, match=r"rewards: .* is no run folder"):
         load_reward_model("nothing")
     config = trained.best_adapter / "adapter_config.json"
     policy = tmp_path / "policy"

@@ -26,7 +26,7 @@ def rows(facts: ModelFacts, numbers: range, said: str = "I am {}.") -> list[Trai
     made: list[TrainingRow] = []
     for number in numbers:
         asked = {"role": "user", "content": f"Let's play a game. Say you are {number}."}
-        prompt = facts.tokenizer.apply_chat_template(
+        prompt: Any = facts.tokenizer.apply_chat_template(
             [asked], add_generation_prompt=True, return_dict=False
         )
         answer = [*facts.tokenizer.encode(said.format(number)), facts.tokenizer.eos_token_id]

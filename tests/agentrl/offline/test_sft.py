@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +19,7 @@ import pytest
 from chat_data import TOOL, asked, clerk, game, result, wanted, write_lines
 from running_gateway import running
 from safetensors.torch import load_file
+from ui_pages import Recorded
 
 from agentrl.cli.sft import sft_command
 from agentrl.config.errors import ConfigError
@@ -25,7 +28,7 @@ from agentrl.datasets.chats import to_chat
 from agentrl.datasets.files import Record
 from agentrl.datasets.rendering import chat_rows
 from agentrl.history.export import paths_of
-from agentrl.runs.folder import RunFolder
+from agentrl.runs.folder import RunFolder, find_adapters
 from agentrl.runs.recorded import open_store, state_of
 from agentrl.samplers.embedded import EmbeddedSampler
 from agentrl_proxy.rendering.renderer import Renderer
@@ -127,6 +130,24 @@ def test_the_adapter_does_what_it_was_shown_and_is_recorded_with_the_tokens_that
         )  # fmt: skip
 
 
+def test_the_best_rollouts_of_a_run_are_examples(recorded: Recorded, tmp_path: Path) -> None:
+    with console.capture() as printed:
+        sft(
+            "--from-run", recorded.root / recorded.other, "--best-of", 1, "--held-out", "0.25",
+            "--runs", tmp_path, "--name", "best", "--learning-rate", "4e-3", "--batch-size", 4,
+            "--epochs", 4, "--train-on", "last",
+        )  # fmt: skip
+    said = " ".join(printed.get().split())
+    assert "rollouts beside the best 1 of their task" in said
+    assert "rollouts of held-out tasks (name purpose in --where to take them)" in said
+    assert re.search(r"train on (\d+) rows of \1 tasks.* hold out (\d+) rows of \2 tasks", said)
+    folder = RunFolder(tmp_path / "best")
+    found = held_out_losses(folder)
+    assert found[max(found)] < 0.7 * found[0]
+    [model] = find_adapters(f"{folder.root}@best", "adapter_path").values()
+    assert model == folder.best_adapter
+
+
 def flags(home: Path, name: str) -> list[str]:
     data = write_lines(home / "chats.jsonl", [*map(game, range(100, 132))])
     held_out = write_lines(home / "held_out.jsonl", [*map(game, range(1000, 1004))])
@@ -159,12 +180,16 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path) -> None:
     ended = killed(5, signal.SIGKILL, "--resume", str(folder.root))
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     assert losses(folder)[-1][0] == 4
+    shutil.rmtree(folder.best_adapter)  # as if it had been killed before it was copied
+    shutil.copytree(folder.adapter_version("policy", 4), folder.adapter_version("policy", 99))
     sft("--resume", folder.root)
     sft(*flags(tmp_path, "whole"))
     whole = RunFolder(tmp_path / "runs/whole")
     assert losses(folder) == losses(whole)
     assert tensors(folder.adapter) == tensors(whole.adapter)
     assert tensors(folder.best_adapter) == tensors(whole.best_adapter)
+    versions = [sorted(one.adapters.glob("policy/*")) for one in (folder, whole)]
+    assert [one.name for one in versions[0]] == [one.name for one in versions[1]]
 
 
 @pytest.mark.parametrize(

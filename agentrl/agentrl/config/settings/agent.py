@@ -36,8 +36,9 @@ class AgentSettings(Table):
 
 class TrainAgentSettings(AgentSettings):
     tasks: Path
-    """Tasks to train on: a JSON-lines file, one object a line. With harbor:PATH as the agent, PATH,
-    a folder of Harbor's tasks, is the default."""
+    """Tasks to train on: a JSON-lines file, one object a line, or a JSON, CSV or Parquet file, or a
+    Hugging Face dataset, NAME or NAME:SPLIT. With harbor:PATH as the agent, PATH, a folder of
+    Harbor's tasks, is the default."""
 
     @model_validator(mode="before")
     @classmethod

@@ -30,12 +30,12 @@ class EvaluationSettings(Table):
 
 class EvalEvaluationSettings(EvaluationSettings):
     tasks: Path
-    """Tasks to evaluate on: a JSON-lines file, one object a line."""
+    """Tasks to evaluate on: a file or dataset, as agent.tasks of a training."""
 
 
 class TrainEvaluationSettings(EvaluationSettings):
     tasks: Path | None = None
-    """Held-out tasks (JSON lines); never trained on."""
+    """Held-out tasks, a file or dataset as agent.tasks; never trained on."""
     every: Count = 5
     """Steps between evaluations; before the first and after the last too."""
     stop_at: Share | None = None

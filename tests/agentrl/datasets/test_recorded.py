@@ -1,0 +1,118 @@
+"""Rows to imitate are the recorded tokens: of the good rollouts, the best of a task, each once."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from call_records import make
+from ui_pages import Recorded, record_served
+
+from agentrl.config.errors import ConfigError
+from agentrl.datasets.recorded import Samples, run_samples, served_samples
+from agentrl.history.export import rollout_records
+from agentrl.history.sources import OpenRun, open_run
+from agentrl.runs.folder import RunFolder
+from agentrl_tracer.schemas import CallState, SkipReason
+from agentrl_tracer.store import Store
+
+
+@pytest.fixture(scope="module")
+def path(recorded: Recorded, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose index is not up to date."""
+    copied = tmp_path_factory.mktemp("copied") / "run"
+    shutil.copytree(recorded.root / recorded.other, copied)
+    for file in copied.glob("view.db*"):
+        file.unlink()
+    return copied
+
+
+@pytest.fixture
+def run(path: Path) -> Iterator[OpenRun]:
+    with closing(open_run(RunFolder(path))) as opened:
+        while opened.fill():
+            pass
+        yield opened
+
+
+def samples(
+    path: Path, where: str | None = None, best_of: int | None = None, *, last: bool = False
+) -> Samples:
+    return run_samples(path, "agentrl-tiny", where, best_of, last)
+
+
+def test_the_successful_rollouts_give_their_recorded_tokens(path: Path, run: OpenRun) -> None:
+    found = samples(path)
+    good = list(rollout_records(run, "purpose == 'train' and reward >= 1"))
+    calls = [call for one in good for call in one["calls"] if call["agent"] == "solver"]
+    whole = {tuple(call["prompt_ids"] + call["response_ids"]) for call in calls}
+    rows = {tuple(one.row.tokens): one.row for one in found.kept}
+    assert len(rows) == len(found.kept) > 0
+    assert rows.keys() < whole  # each second call, which holds the first
+    for call in calls:
+        if (row := rows.get(tuple(call["prompt_ids"] + call["response_ids"]))) is not None:
+            start = len(call["prompt_ids"])
+            assert row.mask[start:] == [True] * len(call["response_ids"])
+            assert row.advantages == [float(on) for on in row.mask]
+            assert not all(row.mask)
+    counted = len(good) - found.left_out["rollouts with the same tokens as another"]
+    assert counted == len(found.kept)
+    assert found.left_out["rollouts of held-out tasks (name purpose in --where to take them)"]
+    assert any(one.task.startswith("eval-") for one in samples(path, "purpose == 'eval'").kept)
+
+
+def test_the_best_of_a_task_are_those_with_the_highest_rewards(path: Path, run: OpenRun) -> None:
+    every, best = samples(path, best_of=100), samples(path, best_of=1)
+    assert Counter(one.task for one in best.kept) == dict.fromkeys({s.task for s in every.kept}, 1)
+    rewards: dict[str, float] = {}
+    for one in rollout_records(run, "purpose == 'train' and reward is not None"):
+        task = f"train-{one['task']}"
+        rewards[task] = max(rewards.get(task, -9.0), one["reward"])
+    solved = {task for task, reward in rewards.items() if reward >= 1}
+    assert solved == {one.task for one in samples(path).kept}
+    good = {tuple(one.row.tokens) for one in samples(path).kept}
+    assert all((tuple(one.row.tokens) in good) == (one.task in solved) for one in best.kept)
+    assert best.left_out["rollouts beside the best 1 of their task"] > 0
+    counted = [len(found.kept) + sum(found.left_out.values()) for found in (best, every)]
+    assert counted[0] == counted[1]
+
+
+def test_only_the_last_answer_trains_if_told_so(path: Path) -> None:
+    for whole, last in zip(samples(path).kept, samples(path, last=True).kept, strict=True):
+        assert whole.row.tokens == last.row.tokens
+        assert 0 < last.row.trained < whole.row.trained
+        assert last.row.mask[-last.row.trained :] == [True] * last.row.trained
+
+
+def test_another_model_and_a_wrong_condition_are_refused(path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data.from_run: .* tokens of agentrl-tiny, not of m: "):
+        run_samples(path, "m", None, None, False)
+    with pytest.raises(ConfigError, match="'rewrd' is no column"):
+        samples(path, "rewrd > 1")
+    with pytest.raises(ConfigError, match=r"data.from_run: .* is no run folder"):
+        samples(path.parent / "none")
+
+
+def test_served_calls_are_rows(tmp_path: Path) -> None:
+    url = tmp_path / "serve.db"
+    record_served(url, 1)  # [1] and then [2]
+    outside = {"run_id": None, "rollout_id": None, "attempt_id": None}
+    calls = [
+        make("again", [1], [2], **outside),
+        make("base", [1, 2], [3, 4], adapter=None, skip_reason=SkipReason.NO_ROLLOUT, **outside),
+        make("provider", [], [], adapter=None, **outside),
+        replace(make("failed", [1], [5], **outside), state=CallState.ERROR),
+    ]
+    with closing(Store(str(url))) as store:
+        store.write_calls("boot", [], calls, 5)
+    found = served_samples(str(url), False)
+    rows = sorted((one.row.tokens, one.row.mask) for one in found.kept)
+    assert rows == [([1, 2], [False, True]), ([1, 2, 3, 4], [False, False, True, True])]
+    assert sorted(found.left_out.values()) == [1, 2]
+    with pytest.raises(ConfigError, match=r"data.from_served: .* is not there"):
+        served_samples(str(tmp_path / "none.db"), False)
