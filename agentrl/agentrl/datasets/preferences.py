@@ -6,7 +6,6 @@ renderer.
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from agentrl.datasets.pairs import scored_completions, to_pair
 from agentrl.datasets.recorded import run_of_model
 from agentrl.datasets.rendering import chat_rows
 from agentrl.datasets.samples import Samples
-from agentrl.history.export import row_records
+from agentrl.history.export import row_records, withholds
 from agentrl.history.rollout_table import Query, find_rollouts
 from agentrl.history.sources import OpenRun
 from agentrl.runs.excerpts import json_line
@@ -182,9 +181,11 @@ def _judged(path: Path, model: str, where: str | None, by: JudgedBy) -> _JudgedR
         rows: dict[str, list[Json]] = defaultdict(list)
         for record in row_records(run, where or "", imitated=True):
             rows[record["rollout"]].append(record)
-    if without := sum(one not in rows for one in values):
-        reason = "rollouts that are held out (say purpose in --where), or have no tokens of a model"
-        found.left_out[f"{reason} that we sample"] += without
+        held_out = withholds(run, where or "")
+    without = sum(one not in rows for one in values)
+    reason = "rollouts without an answer of a model that is sampled here"
+    reason += ", or of held-out tasks (name purpose in --where to take them)" if held_out else ""
+    found.left_out[reason] += without
     for rollout, records in rows.items():
         value = values.get(rollout)
         if value is None:
@@ -213,6 +214,6 @@ def _reward(row: Json) -> float | None:
 
 def _of_people(row: Json) -> float | None:
     """Return the mean of what people judged a rollout by, such as ``human:helpful``."""
-    rewards: Json = json.loads(row["rewards"] or "{}")
+    rewards: Json = row["rewards"] or {}
     values = [value for name, value in rewards.items() if name.startswith("human:")]
     return fmean(values) if values else None

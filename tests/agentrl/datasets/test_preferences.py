@@ -1,0 +1,135 @@
+"""Opinions as token rows: of files, and of a run's rewards and feedback."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_data import asked, write_lines
+from pair_data import answer, pair, scored
+from ui_pages import Recorded
+
+from agentrl.config.errors import ConfigError
+from agentrl.datasets.preferences import file_pairs, file_scores, run_pairs, run_scores
+from agentrl.history.export import rollout_records
+from agentrl.history.sources import open_run
+from agentrl.runs.folder import RunFolder
+from agentrl_proxy.rendering.renderer import Renderer
+from agentrl_tracer.schemas import Feedback
+from agentrl_tracer.store import Store
+from agentrl_trainer.models.loading import load_facts
+
+MODEL = "agentrl-tiny"
+
+
+@pytest.fixture(scope="module")
+def renderer() -> Renderer:
+    return Renderer(load_facts(MODEL).tokenizer)
+
+
+def test_the_answers_of_a_pair_train_and_the_prompt_does_not(
+    renderer: Renderer, tmp_path: Path
+) -> None:
+    earlier = [asked(3), answer("I am 3.")]
+    one = pair(5) | {"prompt": [*earlier, asked(5)]}
+    tie = pair(6) | {"rejected": pair(6)["chosen"]}
+    source = write_lines(tmp_path / "pairs.jsonl", [one, pair(5), pair(5, 9), tie])
+    found = file_pairs(str(source), "data.source", renderer)
+    assert found.left_out == {"pairs whose answers are equal": 1}
+    first, second, third = found.kept
+    for row, text in ((first.chosen, "I am 5."), (first.rejected, "I am 6.")):
+        said = [token for token, on in zip(row.tokens, row.mask, strict=True) if on]
+        assert renderer.tokenizer.decode(said[:-1]) == text
+        assert row.mask[-1]
+        assert renderer.is_stop(row.tokens[-1])
+    assert first.task != second.task == third.task  # pairs of one prompt are held out together
+    assert first.length == len(first.chosen.tokens)
+
+
+def test_scores_are_read_from_chats_and_completions(renderer: Renderer, tmp_path: Path) -> None:
+    completions = [
+        {"response": "I am 4.", "overall_score": 9},
+        {"response": "No.", "overall_score": 2},
+    ]
+    ultra = {"instruction": asked(4)["content"], "completions": completions}
+    source = write_lines(tmp_path / "scores.jsonl", [*scored(3), ultra])
+    found = file_scores(str(source), "data.source", renderer)
+    assert [one.score for one in found.kept] == [1.0, -1.0, 9.0, 2.0]
+    assert found.kept[0].task == found.kept[1].task != found.kept[2].task
+    write_lines(source, [*scored(3), {"messages": [asked(1), answer("No.")], "score": "high"}])
+    with pytest.raises(ConfigError, match=r"scores.jsonl, line 3: score: give a number, not 'hi"):
+        file_scores(str(source), "data.source", renderer)
+
+
+@pytest.fixture
+def run(recorded: Recorded, tmp_path: Path) -> Path:
+    """A copy of a recorded run."""
+    return shutil.copytree(recorded.root / recorded.other, tmp_path / "other")
+
+
+def rollouts(run: Path) -> dict[str, Any]:
+    with contextlib.closing(open_run(RunFolder(run))) as opened:
+        while opened.fill():
+            pass
+        records = rollout_records(opened, 'purpose == "train" and reward is not None')
+        return {one["id"]: one for one in records}
+
+
+def last_tokens(record: dict[str, Any]) -> set[tuple[int, ...]]:
+    return {(*call["prompt_ids"], *call["response_ids"]) for call in record["calls"]}
+
+
+def test_the_best_rollout_of_a_group_is_preferred_to_its_worst_with_the_recorded_tokens(
+    run: Path,
+) -> None:
+    groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for one in rollouts(run).values():
+        groups[one["group"]].append(one)
+    differ = {
+        name: sorted(members, key=lambda one: one["reward"])
+        for name, members in groups.items()
+        if len({one["reward"] for one in members}) > 1
+    }
+    assert differ
+    found = run_pairs(run, MODEL, None, "reward")
+    assert len(found.kept) == len(differ)
+    for one in found.kept:
+        tokens = [tuple(row.tokens) for row in (one.chosen, one.rejected)]
+        assert any(
+            tokens[0] in set().union(*map(last_tokens, of_value(members, -1)))
+            and tokens[1] in set().union(*map(last_tokens, of_value(members, 0)))
+            for members in differ.values()
+        )
+    scores = run_scores(run, MODEL, None, "reward")
+    assert len(scores.kept) == sum(map(len, groups.values()))
+    assert any("single rollout" in why or "difference" in why for why in found.left_out) == (
+        len(differ) < len(groups)
+    )
+
+
+def of_value(members: list[dict[str, Any]], at: int) -> list[dict[str, Any]]:
+    """The members with the reward of the sorted members' first or last."""
+    return [one for one in members if one["reward"] == members[at]["reward"]]
+
+
+def test_people_prefer_by_their_feedback(run: Path) -> None:
+    known = rollouts(run)
+    [(one, other)] = [
+        [a, b] for a in known.values() for b in known.values()
+        if a["group"] == b["group"] and a["id"] != b["id"]
+        and last_tokens(a) != last_tokens(b)
+    ][:1]  # fmt: skip
+    with contextlib.closing(Store(str(run / "store.db"))) as store:
+        [row] = store.runs()
+        for rollout, thumb in ((one, 1), (other, -1)):
+            given = Feedback(row["id"], rollout["id"], None, "helpful", "Bob", thumb)
+            store.add_feedback(given)
+    [pair] = run_pairs(run, MODEL, f"id in ('{one['id']}', '{other['id']}')", "feedback").kept
+    assert tuple(pair.chosen.tokens) in last_tokens(one)
+    assert tuple(pair.rejected.tokens) in last_tokens(other)
+    found = run_pairs(run, MODEL, None, "feedback")
+    assert found.left_out["rollouts without a feedback"] > 0

@@ -1,0 +1,145 @@
+"""``agentrl prefer``: held-out pairs are told apart after it, by any of the losses."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from chat_data import write_lines
+from pair_data import pair, write_pairs
+from safetensors.torch import load_file
+
+from agentrl.cli.prefer import prefer_command
+from agentrl.config.errors import ConfigError
+from agentrl.config.settings.preference import PreferenceSettings
+from agentrl.console.output import console
+from agentrl.datasets.preferences import RowPair, file_pairs
+from agentrl.offline.prefer import Prefer
+from agentrl.runs.folder import RunFolder
+from agentrl.training.algorithm import REFERENCE
+from agentrl_proxy.rendering.renderer import Renderer
+from agentrl_trainer.client import AdamParams, ServiceClient, TrainingClient
+from agentrl_trainer.models.loading import load_facts
+
+KILLED = Path(__file__).parents[2] / "support/offline_killed.py"
+
+
+def flags(home: Path, name: str, *more: object) -> list[str]:
+    data = write_pairs(home / "pairs.jsonl", range(100, 148))
+    held_out = write_pairs(home / "held_out.jsonl", range(1000, 1024))
+    given = (
+        "--data", data, "--held-out", held_out, "--runs", home / "runs", "--name", name,
+        "--rank", 8, "--batch-size", 8, "--epochs", 1, "--every", 3,
+        "--run.checkpoint-every", 2, *more,
+    )  # fmt: skip
+    return [str(one) for one in given]
+
+
+def measured(folder: RunFolder, name: str) -> list[float]:
+    return [row[f"eval/{name}"] for row in folder.read_metrics() if f"eval/{name}" in row]
+
+
+def test_held_out_pairs_are_told_apart(tmp_path: Path) -> None:
+    with console.capture() as printed:
+        prefer_command(*flags(tmp_path, "first"))
+    folder = RunFolder(tmp_path / "runs/first")
+    # By chance 24 of 24 come once in 16 million; the base model and its copy do not differ.
+    assert measured(folder, "rewards/accuracies")[-1] == 1.0
+    assert abs(measured(folder, "rewards/margins")[0]) < 1e-5
+    assert measured(folder, "rewards/margins")[-1] > 0.05
+    assert measured(folder, "loss")[-1] < 0.98 * measured(folder, "loss")[0]
+    assert "held-out accuracy" in printed.get()
+    assert json.loads(folder.config.read_text())["preference"]["loss"] == "dpo"
+
+
+def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "runs/killed")
+    command = [sys.executable, str(KILLED), "4", str(int(signal.SIGKILL)), "prefer"]
+    ended = subprocess.run(
+        [*command, *flags(tmp_path, "killed", "--loss", "kto")],
+        capture_output=True, text=True, timeout=175, check=False,
+    )  # fmt: skip
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    prefer_command("--resume", str(folder.root))
+    prefer_command(*flags(tmp_path, "whole", "--loss", "kto"))
+    whole = RunFolder(tmp_path / "runs/whole")
+    for name in ("loss", "rewards/margins", "grad_norm", "eval/loss"):
+        ours, theirs = ([row.get(name) for row in one.read_metrics()] for one in (folder, whole))
+        assert ours == theirs
+        assert any(theirs)
+    ours, theirs = (
+        load_file(str(one.adapter / "adapter_model.safetensors")) for one in (folder, whole)
+    )
+    assert {name: value.numpy().tobytes() for name, value in ours.items()} == {
+        name: value.numpy().tobytes() for name, value in theirs.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> list[RowPair]:
+    source = write_pairs(tmp_path_factory.mktemp("pairs") / "pairs.jsonl", range(8))
+    return file_pairs(
+        str(source), "data.source", Renderer(load_facts("agentrl-tiny").tokenizer)
+    ).kept
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> TrainingClient:
+    service = ServiceClient(folder=tmp_path, device="cpu")
+    return service.create_lora_training_client("agentrl-tiny", rank=4, seed=0, name="policy")
+
+
+@pytest.mark.parametrize("loss", ["dpo", "ipo", "kto", "orpo", "simpo"])
+def test_every_loss_widens_the_margin(
+    loss: str, client: TrainingClient, pairs: list[RowPair]
+) -> None:
+    settings = PreferenceSettings.model_validate({"loss": loss})
+    objective = Prefer(settings)
+    before = objective.measure(client, pairs)
+    steps = [objective.update(client, pairs, AdamParams(learning_rate=3e-3)) for _ in range(3)]
+    after = objective.measure(client, pairs)
+    assert steps[0]["loss"] == pytest.approx(before["loss"], rel=1e-4)
+    assert after["rewards/margins"] > before["rewards/margins"] + 0.01
+    assert after["loss"] < before["loss"]
+    assert steps[-1]["grad_norm"] > 0
+
+
+def test_the_reference_is_what_the_adapter_started_from(
+    client: TrainingClient, pairs: list[RowPair], tmp_path: Path
+) -> None:
+    objective = Prefer(PreferenceSettings())
+    for _ in range(3):
+        objective.update(client, pairs, AdamParams(learning_rate=3e-3))
+    assert objective.measure(client, pairs)["rewards/margins"] > 0.01
+    client.save_weights_for_sampler(tmp_path / "start").result()
+    client.local(lambda learner: learner.add_reference(REFERENCE, tmp_path / "start")).result()
+    assert objective.measure(client, pairs)["rewards/margins"] == pytest.approx(0.0, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "data.source: give one of --data FILE and --from-run RUN"),
+        (["--data", "a", "--from-run", "b"], "data.source: give one of"),
+        (["--data", "a", "--where", "step > 1"], "data.where: has no effect without"),
+        (["--data", "a", "--by", "feedback"], "data.by: has no effect without"),
+        (["--data", "a", "--gamma", "1"], "preference.gamma: has an effect with"),
+        (["--data", "a", "--loss", "kto", "--batch-size", "1"], "learning.batch_size: kto"),
+        (["--data", "a", "--patience", "1"], "evaluation.patience: has no effect without"),
+        (["--data", "bad.jsonl"], r"bad.jsonl, line 2: rejected: messages\[1\]"),
+    ],
+)
+def test_what_cannot_be_trained_is_named_before_there_is_a_run(
+    arguments: Sequence[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    wrong = pair(2) | {"rejected": [{"role": "assistant", "content": 5}]}
+    write_lines(tmp_path / "bad.jsonl", [pair(1), wrong])
+    with pytest.raises(ConfigError, match=message):
+        prefer_command(*arguments)
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,136 @@
+"""``agentrl reward-model``: it tells held-out answers apart, scores rollouts, and is exported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from chat_data import TOOL, asked, write_lines
+from pair_data import answer, qwen, scored, write_pairs
+from transformers import AutoModelForSequenceClassification
+
+from agentrl.cli.export import export_command
+from agentrl.cli.reward_model import reward_model_command
+from agentrl.config.commands import ServeConfig
+from agentrl.config.errors import ConfigError
+from agentrl.console.output import console
+from agentrl.runs.folder import RunFolder, adapter_folders
+from agentrl.scoring.reward_model import RewardModel, load_reward_model
+
+GOOD, BAD = "I am {}.", "I am Qwen, not {}."
+
+
+def flags(home: Path, name: str, *more: object) -> list[str]:
+    given = ("--runs", home / "runs", "--name", name, "--rank", 8, "--batch-size", 8, "--every", 3)
+    return [str(one) for one in (*given, *more)]
+
+
+def measured(folder: RunFolder, name: str) -> list[float]:
+    return [row[f"eval/{name}"] for row in folder.read_metrics() if f"eval/{name}" in row]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    home = tmp_path_factory.mktemp("rm")
+    data = write_pairs(home / "pairs.jsonl", range(100, 148), qwen)
+    held_out = write_pairs(home / "held_out.jsonl", range(1000, 1024), qwen)
+    more = ("--data", data, "--held-out", held_out, "--epochs", 1)
+    with console.capture() as printed:
+        reward_model_command(*flags(home, "helpful", *more))
+    assert "--rewards model:" in printed.get()
+    return RunFolder(home / "runs/helpful")
+
+
+@pytest.fixture(scope="module")
+def model(trained: RunFolder) -> RewardModel:
+    return RewardModel(trained.root, "cpu")
+
+
+def test_held_out_pairs_are_told_apart(trained: RunFolder) -> None:
+    accuracy = measured(trained, "rewards/accuracies")
+    assert accuracy[-1] == 1.0  # by chance once in 16 million
+    assert measured(trained, "rewards/margins")[-1] > 0.5
+    assert measured(trained, "loss")[-1] < 0.5 * measured(trained, "loss")[0]
+
+
+def chats(number: int) -> list[list[dict[str, Any]]]:
+    return [[asked(number), answer(text.format(number))] for text in (GOOD, BAD)]
+
+
+def test_it_scores_conversations_and_rollouts(model: RewardModel) -> None:
+    said = [chat for number in range(2000, 2006) for chat in chats(number)]
+    scores = model.score(said)
+    assert all(good > bad for good, bad in zip(scores[0::2], scores[1::2], strict=True))
+    assert model.score(said[3:4]) == pytest.approx(scores[3:4], abs=1e-5)
+    noted: list[str] = []
+    model.connect(SimpleNamespace(note=noted.append))  # type: ignore[arg-type]
+    traces: Any = [
+        SimpleNamespace(rollout_id=f"r{at}", messages=messages, calls=[])
+        for at, messages in enumerate([said[0], [asked(1)], [asked(2)], said[1]])
+    ]
+    found = model(traces)
+    assert [found[0], found[3]] == pytest.approx(scores[:2], abs=1e-5)
+    assert found[1:3] == [None, None]
+    assert len(noted) == 1  # once by reason
+    assert "cannot score r1" in noted[0]
+    with pytest.raises(ValueError, match="no answer"):
+        model.score([[asked(1), answer("Yes."), asked(2)]])
+    with_tools = [call_with_tools(said[0])]
+    traces[0] = SimpleNamespace(rollout_id="r0", messages=said[0], calls=with_tools)
+    assert model(traces[:1])[0] != pytest.approx(scores[0], abs=1e-5)  # its prompt names a tool
+
+
+def call_with_tools(messages: list[dict[str, Any]]) -> Any:
+    request = {"messages": messages[:-1], "tools": [TOOL]}
+    response = {"choices": [{"message": messages[-1]}]}
+    return SimpleNamespace(response_id="chatcmpl-1", request=request, response=response)
+
+
+def test_what_is_exported_scores_the_same(
+    trained: RunFolder, model: RewardModel, tmp_path: Path
+) -> None:
+    with console.capture() as printed:
+        export_command(str(trained.root), tmp_path / "merged", merged=True)
+        export_command(str(trained.root), tmp_path / "peft")
+    assert "AutoModelForSequenceClassification" in printed.get()
+    rows = [model._tokens({"messages": messages}) for messages in chats(3001)]
+    scores = model.score(chats(3001))
+    width = max(map(len, rows))
+    ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged").eval()
+    with torch.no_grad():
+        found = plain(input_ids=ids, attention_mask=(ids != 0).long()).logits
+    assert found.shape == (2, 1)
+    assert scores == pytest.approx(found[:, 0].tolist(), abs=1e-5)
+    assert RewardModel(tmp_path / "peft", "cpu").score(chats(3001)) == pytest.approx(scores)
+
+
+def test_regression_learns_scores(tmp_path: Path) -> None:
+    records = [one for number in range(100, 148) for one in scored(number)]
+    data = write_lines(tmp_path / "scores.jsonl", records)
+    more = ("--data", data, "--held-out", 0.25, "--loss", "regression", "--epochs", 2)
+    reward_model_command(*flags(tmp_path, "scores", *more))
+    folder = RunFolder(tmp_path / "runs/scores")
+    explained = measured(folder, "rewards/explained")
+    assert explained[0] < 0.3
+    assert explained[-1] > 0.7
+
+
+def test_a_reward_model_and_a_policy_are_not_taken_for_each_other(
+    trained: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=r"adapter_path: .* is a reward model, which writes no"):
+        adapter_folders(ServeConfig(), trained.root)
+    monkeypatch.chdir(trained.root.parent.parent)
+    assert load_reward_model("helpful").adapter == trained.best_adapter
+    with pytest.raises(ConfigError, match=r"rewards: .* is no run folder"):
+        load_reward_model("nothing")
+    config = trained.best_adapter / "adapter_config.json"
+    policy = tmp_path / "policy"
+    policy.mkdir()
+    (policy / config.name).write_text(config.read_text().replace("SEQ_CLS", "CAUSAL_LM"))
+    with pytest.raises(ConfigError, match="is an adapter that writes answers"):
+        RewardModel(policy)
