@@ -12,9 +12,9 @@ loads no torch.
 """
 
 from agentrl.rewards.answers import exact, format_tags, json_schema, length, numeric, regex
-from agentrl.rewards.code_tests import code_tests
+from agentrl.rewards.code import code_tests
 from agentrl.rewards.composition import weighted
-from agentrl.rewards.symbolic import symbolic
+from agentrl.rewards.mathematics import symbolic
 from agentrl.scoring.functions import group_reward
 from agentrl.scoring.trace import Trace
 

@@ -22,12 +22,12 @@ from agentrl.scoring.functions import load_functions
 PYTEST = Path(pytest.__file__).parents[1]
 
 
-def said(answer: str, messages: Any = (), calls: Any = (), **task: Any) -> Trace:
-    return Trace(task, "rollout", "attempt", "group", [*messages], answer, [*calls], [], {})
+def said(text: str, messages: Any = (), calls: Any = (), **task: Any) -> Trace:
+    return Trace(task, "rollout", "attempt", "group", [*messages], text, [*calls], [], {})
 
 
-def of(reward: Any, answer: str, **task: Any) -> Any:
-    return reward(said(answer, **task))
+def of(reward: Any, text: str, **task: Any) -> Any:
+    return reward(said(text, **task))
 
 
 def test_importing_the_rewards_loads_no_torch() -> None:
@@ -262,7 +262,7 @@ def test_tests_that_are_none_are_named(run_tests: Any) -> None:
 
 
 def test_without_math_verify_the_fix_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentrl.rewards.symbolic.find_spec", lambda name: None)
+    monkeypatch.setattr("agentrl.rewards.mathematics.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install math-verify"):
         rewards.symbolic()
 
