@@ -6,6 +6,7 @@ thread of its process, and does not end a computation of big integers: the proce
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import signal
 import threading
@@ -68,6 +69,7 @@ class _Checker:
 
 def _begin() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer ends it
+    logging.disable()  # math-verify warns of what it cannot parse
 
 
 def _equal(right: str, answer: str, seconds: float) -> bool:

@@ -31,6 +31,7 @@ _AT_ONCE = 16
 """Calls of functions that run at a time."""
 _GROUPS_AT_ONCE = 32
 """Groups whose traces are in memory."""
+_FAREWELL_S = 2.0  # for what is given up to end
 OnProgress = Callable[[int, int], object]
 """Called with the numbers of scored and of all groups."""
 
@@ -68,6 +69,8 @@ class Scorer:
         self._examples: dict[tuple[str, str], str] = {}
         self._told: Counter[tuple[str, str]] = Counter()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread
+        self._closed: asyncio.Event
         self._threads = ThreadPoolExecutor(_AT_ONCE, "rewards")
         self._calls = asyncio.Semaphore(_AT_ONCE)
         self._groups = asyncio.Semaphore(_GROUPS_AT_ONCE)
@@ -81,8 +84,12 @@ class Scorer:
         if not self.functions or not group or group[0] in self._under_way:
             return
         if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True).start()
+            started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+            self._thread = threading.Thread(
+                target=lambda: asyncio.run(_serve(started)), name="rewards", daemon=True
+            )
+            self._thread.start()
+            self._loop, self._closed = started.result()
         score = self._score(list(group))
         self._under_way[group[0]] = asyncio.run_coroutine_threadsafe(score, self._loop)
 
@@ -109,12 +116,11 @@ class Scorer:
 
     def close(self) -> None:
         """Give up what is under way, and say how often functions failed in all."""
-        for future in self._under_way.values():
-            future.cancel()
         self._tell(last=True)
         self._threads.shutdown(wait=False, cancel_futures=True)
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop.call_soon_threadsafe(self._closed.set)
+            self._thread.join(_FAREWELL_S)
 
     def _tell(self, *, last: bool = False) -> None:
         """Note each kind of failure once it occurs, and in the end how often it occurred."""
@@ -218,6 +224,13 @@ class Scorer:
         self._faults[kind] += 1
         self._examples.setdefault(kind, said)
         return [_reward(function, trace, function.name, math.inf, said)]
+
+
+async def _serve(started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]) -> None:
+    """Keep a loop running until the event is set."""
+    closed = asyncio.Event()
+    started.set_result((asyncio.get_running_loop(), closed))
+    await closed.wait()
 
 
 def _number(value: Any) -> float:
