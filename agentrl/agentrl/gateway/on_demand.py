@@ -13,6 +13,7 @@ import contextlib
 import json
 import secrets
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,7 +100,7 @@ def targets(folder: RunFolder) -> dict[str, Target]:
         if path.name[1:].isdigit()
     ]
     found.append(Target(recorded(config, "model.name", TINY_MODEL)))
-    found += [Target(name, is_own=False) for name in _others(config)]
+    found += [Target(name, is_own=False) for name in other_models(config)]
     return {one.name: one for one in found}
 
 
@@ -190,6 +191,29 @@ class Replayer:
         return gateway
 
 
+@contextlib.contextmanager
+def gateway_of(folder: RunFolder, store: Store, run_id: str) -> Iterator[tuple[str, GatewayPlan]]:
+    """Serve the models of a run that this process has locked; yields the URL and the plan.
+
+    Its adapters answer with their newest versions. What is asked is recorded in the run's store.
+
+    Raises:
+        ConfigError: the gateway does not start.
+    """
+    plan = _plan(folder).model_copy(update={"store": store.url, "run_id": run_id})
+    listening = bind("127.0.0.1", 0, operator_key=plan.operator_key)
+    gateway = GatewayHandle(plan, folder.logs / "rescore-gateway.log", listening)
+    try:
+        gateway.start()
+        try:
+            gateway.wait_ready(lambda _: None)
+        except RuntimeError as error:
+            raise ConfigError(f"rewards: the models cannot be asked: {error}") from error
+        yield gateway.url, plan
+    finally:
+        gateway.stop()
+
+
 def _plan(folder: RunFolder) -> GatewayPlan:
     """Plan a gateway with a run's model, sampled by the embedded sampler or on Tinker."""
     config = folder.read_config()
@@ -198,7 +222,7 @@ def _plan(folder: RunFolder) -> GatewayPlan:
         {
             "model": {k: v for k, v in model.items() if k in ModelSettings.model_fields},
             "sampler": {k: v for k, v in sampler.items() if k not in ("kind", "vllm")},
-            "models": _others(config),
+            "models": other_models(config),
         }
     )
     name = command.model.name
@@ -217,7 +241,7 @@ def _plan(folder: RunFolder) -> GatewayPlan:
     )
 
 
-def _others(config: Json) -> dict[str, OtherModelSettings]:
+def other_models(config: Json) -> dict[str, OtherModelSettings]:
     """Return the other models of a run whose keys are in the environment."""
     found: dict[str, OtherModelSettings] = {}
     for name, settings in (config.get("models") or {}).items():

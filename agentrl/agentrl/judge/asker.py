@@ -197,7 +197,7 @@ class Asker:
                     )
                     raise UnansweredError("down", why) from None
                 time.sleep(_PAUSE_S)
-        choice = said["choices"][0]
+        choice = next(iter(said["choices"]), {"message": {}, "finish_reason": None})
         message, ended = choice["message"], choice["finish_reason"]
         # LiteLLM moves OpenAI's field there.
         said_no = {**message, **(message.get("provider_specific_fields") or {})}.get("refusal")

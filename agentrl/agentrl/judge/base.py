@@ -49,6 +49,7 @@ class Judge(ABC):
 
     kind: ClassVar[str]
     compares_group = True
+    asks_models = True
     tally: Tally
 
     def __init__(self, name: str) -> None:
@@ -149,7 +150,7 @@ class ModelJudge(Judge):
                 break
             try:
                 return read(json.loads(answer.text)), opinion
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+            except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
                 opinion.why = f"broken: {_fault(answer, error)}"
             self.tally.count("broken")
             self.tally.tell("broken", opinion.why)

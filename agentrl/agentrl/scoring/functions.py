@@ -78,6 +78,11 @@ class RewardFunction:
         """What the ``Reward.key`` of its rewards begins with."""
         return f"{SCORED}{self.name}:"
 
+    @property
+    def asks_models(self) -> bool:
+        """Whether it needs a gateway. Such a function says ``asks_models = True`` in its class."""
+        return bool(getattr(self.call, "asks_models", False))
+
     def connect(self, context: ScoringContext) -> None:
         if callable(connect := getattr(self.call, "connect", None)):
             connect(context)

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
 from itertools import groupby
 from statistics import fmean
 
-from agentrl.config.setting_names import recorded
-from agentrl.config.settings.models import OtherModelSettings
+from agentrl.gateway.on_demand import gateway_of, other_models
 from agentrl.history.rollout_table import Query, find_rollouts
 from agentrl.history.sources import OpenRun
 from agentrl.runs.recorded import open_store
@@ -64,11 +63,16 @@ def rescore(
         [row["id"] for row in rows] for _, rows in groupby(rows, key=lambda row: row["group"])
     ]
     ids = [row["id"] for row in rows]
-    with closing(open_store(run.folder)[0]) as store:
+    with closing(open_store(run.folder)[0]) as store, ExitStack() as serving:
         before = _mean(store, run.id, ids)
-        models = recorded(run.row["config"], "models", {})
-        models = {name: OtherModelSettings.model_validate(one) for name, one in models.items()}
+        models = other_models(run.row["config"])
         context = ScoringContext(store, run.id, run.folder.root, note, models)
+        if any(function.asks_models for function in functions):
+            url, plan = serving.enter_context(gateway_of(run.folder, store, run.id))
+            context = replace(
+                context, gateway=url, operator_key=plan.operator_key,
+                own_models=[*plan.base_names, *plan.adapters],
+            )  # fmt: skip
         scorer = Scorer(functions, context, again=True, alone=alone)
         try:
             scorer.finish(groups, on_progress)

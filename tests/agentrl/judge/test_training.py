@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -11,10 +14,12 @@ from training_run import Run
 from agentrl.scoring.trace import read_traces
 
 JUDGES = """
-from agentrl.judge import Pairwise, Panel, Relative
+from agentrl.judge import Pairwise, Panel, Relative, Rubric
 
 cut_off = Relative("agentrl-tiny", name="cut_off", max_tokens=1)
-judge = Panel(Pairwise("agentrl-tiny", explain=False), cut_off)
+tournament = Pairwise("agentrl-tiny", explain=False)
+judge = Panel(tournament, cut_off)
+rubric = Rubric("agentrl-tiny", {"It says a number.": 1.0}, explain=False)
 unknown = Relative("gpt-5")
 """
 
@@ -45,6 +50,30 @@ def test_judges_train_and_the_books_balance(judges: Path, tmp_path: Path) -> Non
             assert reward.value == note["score"] == note["judges"]["pairwise_agentrl_tiny"]
             assert note["judges"]["cut_off"] is None
             assert all(store.call(call_id) for call_id in note["calls"])
+    rescore(run, judges)
+
+
+def rescore(run: Run, judges: Path) -> None:
+    """Judge the recorded rollouts: again, which asks for nothing, and by another judge."""
+    again, other = f"{judges}:tournament", f"{judges}:rubric"
+    command = ["runs", "rescore", str(run.folder.root), "--rewards", again, "--rewards", other]
+    done = subprocess.run(
+        [sys.executable, "-m", "agentrl", *command], capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    by_judge = Counter(
+        json.loads(line)["judge"]
+        for line in (run.folder.root / "judgments.jsonl").read_text().splitlines()
+    )
+    with run.store() as store:
+        for trace in read_traces(store, store.rollouts(run.run_id)):
+            earned = {reward.name: reward.value for reward in trace.rewards}
+            assert earned["tournament"] == earned["judge"]
+            assert earned["rubric"] == trace.notes["judge.rubric_agentrl_tiny"]["score"]
+    asked = sum(row["judge/pairwise_agentrl_tiny/calls"] for row in run.steps())
+    assert by_judge["pairwise_agentrl_tiny"] == asked
+    assert by_judge["rubric_agentrl_tiny"] > 0
+    assert run.accounting().skipped["no_rollout"] == by_judge.total()
 
 
 def test_a_judge_of_no_known_model_is_refused_at_the_start(judges: Path, tmp_path: Path) -> None:
