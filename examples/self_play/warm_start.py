@@ -21,7 +21,10 @@ def example(tokenizer, rng: random.Random) -> Datum:
     pile, low = rng.randint(1, 9), rng.randint(1, guess.LAST)
     high = rng.randint(low, guess.LAST)
     asked, legal = rng.choice(
-        [(nim.question(pile), nim.legal(pile)), (guess.question(low, high), guess.possible(low, high))]
+        [
+            (nim.question(pile), nim.legal(pile)),
+            (guess.question(low, high), guess.possible(low, high)),
+        ]
     )
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": asked}], add_generation_prompt=True, return_dict=False

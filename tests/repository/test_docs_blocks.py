@@ -41,7 +41,13 @@ NEEDS: dict[str, dict[str, int]] = {
 } | {
     f"docs/{name}.md": {}
     for name in (
-        "tutorial", "runs", "adapters", "attribution", "client", "own-algorithms", "protocols",
+        "tutorial",
+        "runs",
+        "adapters",
+        "attribution",
+        "client",
+        "own-algorithms",
+        "protocols",
         "sweeps",
     )  # fmt: skip
 }
