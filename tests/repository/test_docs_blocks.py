@@ -41,15 +41,9 @@ NEEDS: dict[str, dict[str, int]] = {
 } | {
     f"docs/{name}.md": {}
     for name in (
-        "tutorial",
-        "runs",
-        "adapters",
-        "attribution",
-        "client",
+        *("tutorial", "runs", "adapters", "attribution", "client", "protocols", "sweeps"),
         "own-algorithms",
-        "protocols",
-        "sweeps",
-    )  # fmt: skip
+    )
 }
 
 BLOCK = re.compile(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from training_run import SUPPORT, Run
@@ -60,7 +60,7 @@ def test_a_killed_run_with_functions_goes_on_to_the_last_bit(tmp_path: Path) -> 
 class Selective(Trainer):
     """Learns from the better half, and leaves out short trajectories."""
 
-    seen: list[Any] = []
+    seen: ClassVar[list[Any]] = []
 
     def advantages(self, rewards: Any, members: Any) -> Any:
         middle = sorted(rewards)[len(rewards) // 2]
@@ -99,6 +99,6 @@ def test_stages_can_be_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_does_not_fit_is_refused_before_there_is_a_run(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="algorithm.loss: .* defines no 'lost'"):
+    with pytest.raises(ConfigError, match=r"algorithm.loss: .* defines no 'lost'"):
         agentrl.train(*arguments(tmp_path, loss=f"{tmp_path / 'own.py'}:lost"))
     assert [path.name for path in tmp_path.iterdir()] == ["own.py"]
