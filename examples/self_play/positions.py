@@ -1,4 +1,4 @@
-"""The tasks of both games, as generators: ``agent.tasks = "examples/self_play/positions.py:piles"``."""
+"""The tasks of both games, from generators."""
 
 import random
 from collections.abc import Iterator

@@ -20,9 +20,8 @@ def example(tokenizer, rng: random.Random) -> Datum:
     """Return a random position with a random legal move, which alone has weight."""
     pile, low = rng.randint(1, 9), rng.randint(1, guess.LAST)
     high = rng.randint(low, guess.LAST)
-    asked, legal = rng.choice(
-        [(nim.question(pile), nim.legal(pile)), (guess.question(low, high), guess.possible(low, high))]
-    )
+    of_nim = nim.question(pile), nim.legal(pile)
+    asked, legal = rng.choice([of_nim, (guess.question(low, high), guess.possible(low, high))])
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": asked}], add_generation_prompt=True, return_dict=False
     )
@@ -34,7 +33,7 @@ def example(tokenizer, rng: random.Random) -> Datum:
     )
 
 
-def main(steps: int = 150, batch: int = 64, learning_rate: float = 3e-3) -> None:
+def main(steps: int = 60, batch: int = 64, learning_rate: float = 3e-3) -> None:
     rng, folder = random.Random(0), Path("runs/self-play-warm")
     with ServiceClient(folder=folder) as service:
         client = service.create_lora_training_client("agentrl-tiny", rank=32, seed=0)
@@ -43,7 +42,7 @@ def main(steps: int = 150, batch: int = 64, learning_rate: float = 3e-3) -> None
             data = [example(tokenizer, rng) for _ in range(batch)]
             done = client.forward_backward(data, "cross_entropy", normalize_by=None)
             client.optim_step(AdamParams(learning_rate * (1 - step / (steps + 1)))).result()
-            if step % 25 == 0:
+            if step % 20 == 0:
                 print(f"{step}: loss {done.result().metrics['loss:sum']:.3f}")
         client.save_weights_for_sampler(folder / "adapter").result()
 

@@ -41,9 +41,9 @@ NEEDS: dict[str, dict[str, int]] = {
 } | {
     f"docs/{name}.md": {}
     for name in (
-        "tutorial", "runs", "adapters", "attribution", "client", "own-algorithms", "protocols",
-        "sweeps",
-    )  # fmt: skip
+        *("tutorial", "runs", "adapters", "attribution", "client", "protocols", "sweeps"),
+        "own-algorithms",
+    )
 }
 
 BLOCK = re.compile(

@@ -61,16 +61,12 @@ def names_function(value: str) -> bool:
     return _FUNCTION.fullmatch(value) is not None
 
 
-def choice_or_function(choices: Sequence[str]) -> Any:
-    """Return the type of a setting that is one of ``choices`` or names a function."""
-
-    def check(value: str) -> str:
-        if value in choices or names_function(value):
-            return value
-        known = ", ".join(choices)
-        raise ValueError(f"input should be one of {known}; or module:function, file.py:function")
-
-    return Annotated[str, AfterValidator(check)]
+def choice_or_function(choices: Sequence[str], value: str) -> str:
+    """Check that a setting is one of ``choices`` or names a function."""
+    if value in choices or names_function(value):
+        return value
+    known = ", ".join(choices)
+    raise ValueError(f"input should be one of {known}; or module:function, file.py:function")
 
 
 def check_pattern(value: str) -> str:

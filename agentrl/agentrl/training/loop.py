@@ -100,7 +100,7 @@ class Trainer(TrainingRun):
         return self.guards.why_end() or self.queue.curriculum.why_end()
 
     def train_step(self, step: int) -> None:
-        """Sample groups of rollouts, compute advantages, update each adapter, publish it."""
+        """Sample groups of rollouts, compute advantages, update and publish each adapter."""
         timer, parts = PhaseTimer(), PhaseTimer()
         with timer("rollouts"):
             taken = self.sample(step)
@@ -115,6 +115,7 @@ class Trainer(TrainingRun):
                 for name, batch in batches.by_adapter.items()
             }
             whole = batches.whole()
+            self._check_verdicts(step, calls, whole)
             trained = dict.fromkeys(whole.trained, step)
             self.store.settle(trained=trained, skipped=whole.skipped, calls=calls)
             self.queue.curriculum.note(taken.rollouts, whole.rewards)
@@ -142,6 +143,13 @@ class Trainer(TrainingRun):
         self.timer.add(timer)
         self.session.tell_lost_spans(self.display.note)
         self.display.step(row, self.store.accounting(self.run_id))
+
+    def _check_verdicts(self, step: int, calls: Sequence[Call], whole: StepBatch) -> None:
+        if lost := {call.id for call in calls} - whole.trained - whole.skipped.keys():
+            raise RunError(
+                f"{type(self).__name__}: {len(lost)} calls of step {step} neither train nor have a "
+                "reason; trajectories and assemble must give each call one of both"
+            )
 
     def sample(self, step: int) -> StepRollouts:
         """Wait for the groups of a step, all of whose rollouts have ended."""

@@ -128,7 +128,7 @@ def test_a_module_that_breaks_is_told(file: Path) -> None:
 
 def test_an_estimator_of_single_rollouts_needs_no_group(file: Path) -> None:
     single = {"estimator": f"{file}:centered", "group_size": 1}
-    with pytest.raises(ValueError, match="rollouts.group_size: 1 is too small"):
+    with pytest.raises(ValueError, match=r"rollouts\.group_size: 1 is too small"):
         config(**single)
     config(**single, min_group=1)
 
@@ -136,7 +136,7 @@ def test_an_estimator_of_single_rollouts_needs_no_group(file: Path) -> None:
 def test_a_generator_gives_what_the_steps_take(file: Path) -> None:
     source: Any = {"tasks": f"{file}:naturals", "seed": 5, "batch_size": 2}
     assert training_tasks(config(**source, steps=2)) == [{"n": n} for n in (5, 6, 7, 8)]
-    with pytest.raises(ConfigError, match="run.steps: is missing"):
+    with pytest.raises(ConfigError, match=r"run\.steps: is missing"):
         training_tasks(config(**source))
     for function, message in (("nothing", "yields no tasks"), ("words", "task 1 is 'word'")):
         with pytest.raises(ConfigError, match=f"agent.tasks: .*{function}.*{message}"):

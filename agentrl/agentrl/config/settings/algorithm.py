@@ -6,10 +6,17 @@ The table of a loss is the class that the trainer reads, of ``loss_options``.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from agentrl.config.field_types import (
     Count,
@@ -33,6 +40,11 @@ from agentrl_trainer.learner.loss_options import (
 RewardLoss = Literal["importance_sampling", "ppo", "cispo", "dro", "gspo", "dppo"]
 Estimator = Literal[
     "grpo", "dr_grpo", "rloo", "reinforce++", "maxrl", "reinforce", "turn", "gigpo", "gae"
+]
+
+LossOrFunction = Annotated[str, AfterValidator(partial(choice_or_function, get_args(RewardLoss)))]
+EstimatorOrFunction = Annotated[
+    str, AfterValidator(partial(choice_or_function, get_args(Estimator)))
 ]
 
 
@@ -90,9 +102,9 @@ class CorrectionSettings(CorrectionOptions):
 class AlgorithmSettings(Table):
     """Advantages and losses. A loss and an estimator have their options in their own tables."""
 
-    loss: choice_or_function(get_args(RewardLoss)) = "importance_sampling"
+    loss: LossOrFunction = "importance_sampling"
     """Loss, with Tinker's semantics; or module:function, see own-algorithms.md."""
-    estimator: choice_or_function(get_args(Estimator)) = "grpo"
+    estimator: EstimatorOrFunction = "grpo"
     """How rewards become advantages; or module:function, see own-algorithms.md."""
     length_normalization: Literal["token", "sequence", "rollout", "constant"] | None = None
     """The loss is a mean over tokens (default), sequences, rollouts, or a constant (dr_grpo's)."""

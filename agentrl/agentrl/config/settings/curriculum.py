@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -29,11 +30,14 @@ def check_pools(pools: list[Pool]) -> list[Pool]:
 Pools = Annotated[list[Pool], BeforeValidator(from_json), AfterValidator(check_pools)]
 
 
+Weights = Annotated[str, AfterValidator(partial(choice_or_function, ["uncertain"]))]
+
+
 class CurriculumSettings(Table):
     """Which tasks come next, by how often their rollouts succeeded. Without any of these settings
     each epoch goes through all tasks, shuffled; a generator's tasks come in its order."""
 
-    weights: choice_or_function(["uncertain"]) | None = None
+    weights: Weights | None = None
     """Draw tasks by a weight: uncertain is p (1 - p) of the success rate p; or module:function of
     (task, p)."""
     weight_field: str | None = None
