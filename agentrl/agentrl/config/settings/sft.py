@@ -26,5 +26,5 @@ class SftDataSettings(Table):
     held_out: str | None = None
     """Held-out examples: as source, or the share of the examples to hold out, such as 0.1."""
     train_on: Literal["all", "last", "tagged"] = "all"
-    """Which answers of a chat train: all; the last; or only those that have a weight, which is 0 or
-    more. Weights count with all and last too."""
+    """Which answers of a chat train: all, the last, or tagged: those with a weight (OpenAI's
+    `weight`, 0 or more, or `train`: true). Weights count with all and last too."""
