@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,7 +31,6 @@ from agentrl_trainer.models.loading import load_base
 from agentrl_trainer.models.lora import (
     HEAD_KEY,
     ModelError,
-    is_reward_model,
     read_reward_head,
     save_adapter,
 )
@@ -130,8 +130,11 @@ def test_a_reward_model_is_told_from_an_adapter_that_writes(tmp_path: Path) -> N
     ours = tiny_reward_model()
     ours.save("default", tmp_path / "scores")
     save_adapter(ours.model, "default", tmp_path / "writes")
-    assert is_reward_model(tmp_path / "scores")
-    assert not is_reward_model(tmp_path / "writes")
+    kinds = [
+        json.loads((tmp_path / name / "adapter_config.json").read_text())["task_type"]
+        for name in ("scores", "writes")
+    ]
+    assert kinds == ["SEQ_CLS", "CAUSAL_LM"]
     head = read_reward_head(tmp_path / "scores")
     assert torch.equal(head, ours.reward_heads["default"].score.weight)
     with pytest.raises(ModelError, match="no head of one label"):
