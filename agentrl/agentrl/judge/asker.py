@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -64,7 +64,7 @@ class Tally:
     def __init__(self, judge: str, context: ScoringContext) -> None:
         self.judge = judge
         self._context = context
-        self._counts: dict[str, float] = Counter()
+        self._counts = defaultdict[str, float](float)
         self._told: set[str] = set()
 
     def count(self, what: str, by: float = 1) -> None:
@@ -73,7 +73,7 @@ class Tally:
 
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics since the last time."""
-        taken, self._counts = self._counts, Counter()
+        taken, self._counts = self._counts, defaultdict[str, float](float)
         return {f"judge/{self.judge}/{what}": value for what, value in taken.items()}
 
     def tell(self, kind: str, text: str) -> None:
@@ -184,19 +184,7 @@ class Asker:
     def _send(self, body: Json, about: str, key: str, version: int | None) -> Answer:
         if not self._url:
             raise UnansweredError("down", "it is not among the recorded judgments")
-        for tried in range(1, _TRIES + 1):
-            try:
-                said = self._post(body, about)
-                break
-            except httpx.HTTPError as error:
-                got = error.response if isinstance(error, httpx.HTTPStatusError) else None
-                why = _why_refused(got) if got else f"{type(error).__name__}: {error}"
-                if tried == _TRIES or (got and got.status_code not in _MAY_PASS):
-                    self._tally.tell(
-                        "down", f"no answer: {why}; what it was to judge has no reward"
-                    )
-                    raise UnansweredError("down", why) from None
-                time.sleep(_PAUSE_S)
+        said = self._answered(body, about)
         choice = next(iter(said["choices"]), {"message": {}, "finish_reason": None})
         message, ended = choice["message"], choice["finish_reason"]
         # LiteLLM moves OpenAI's field there.
@@ -205,6 +193,23 @@ class Asker:
         text = None if refused else message.get("content") or ""
         cost = self._cost(said["id"])
         return Answer(key, version, self._tally.judge, text, ended, said["id"], cost)
+
+    def _answered(self, body: Json, about: str) -> Json:
+        """Return the gateway's answer, tried again while it is away or full."""
+        left = _TRIES
+        while True:
+            left -= 1
+            try:
+                return self._post(body, about)
+            except httpx.HTTPStatusError as error:
+                why = _why_refused(error.response)
+                left *= error.response.status_code in _MAY_PASS
+            except httpx.HTTPError as error:
+                why = f"{type(error).__name__}: {error}"
+            if not left:
+                self._tally.tell("down", f"no answer: {why}; what it was to judge has no reward")
+                raise UnansweredError("down", why)
+            time.sleep(_PAUSE_S)
 
     def _post(self, body: Json, about: str) -> Json:
         headers = {

@@ -82,7 +82,8 @@ class Pairwise(ModelJudge):
 def _pairs(count: int, opponents: int | None) -> list[tuple[int, int]]:
     """Return who meets whom; each is first about as often as second."""
     if opponents is None or opponents >= count - 1:
-        return [pair if sum(pair) % 2 else pair[::-1] for pair in combinations(range(count), 2)]
+        every = combinations(range(count), 2)
+        return [(a, b) if (a + b) % 2 else (b, a) for a, b in every]
     steps = range(1, (opponents + 1) // 2 + 1)
     ring = ((at, (at + step) % count) for step in steps for at in range(count))
     return list({frozenset(pair): pair for pair in ring}.values())
