@@ -38,6 +38,15 @@ def two_models(task: dict[str, Any]) -> None:
     emit_reward(sum(len(ask(task["n"], model=name)) for name in ("asker", "answerer")) / 10)
 
 
+def sides(task: dict[str, Any]) -> None:
+    """Two sides of one policy, with opposite rewards."""
+    white, black = (
+        len(ask(task["n"], extra_headers={"x-agentrl-agent": side})) for side in ("white", "black")
+    )
+    emit_reward((white - black) / 10, agent="white")
+    emit_reward((black - white) / 10, agent="black")
+
+
 def dull(task: dict[str, Any]) -> None:
     """Of every second task all rollouts earn the same."""
     text = ask(task["n"])

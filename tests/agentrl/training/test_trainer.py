@@ -84,17 +84,22 @@ def arguments(folder: Path, **more: str) -> list[str]:
         "group-size": "4", "runners": "1", "rollouts-per-process": "50", "runs": str(folder),
     } | more  # fmt: skip
     flags = [word for name, value in given.items() for word in (f"--{name}", value)]
-    return [f"{SUPPORT / 'train_agents.py'}:mixed", *flags]
+    return [f"{SUPPORT / 'train_agents.py'}:sides", *flags]
 
 
-def test_stages_can_be_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages_can_be_replaced_and_sides_are_compared_with_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "own", None)
     monkeypatch.delitem(sys.modules, "own")
     summary = agentrl.train(*arguments(tmp_path), trainer=Selective)
     assert (summary.steps, summary.accounting.adds_up) == (1, True)
     assert [(step, name) for step, name, _ in Selective.seen] == [(1, "policy")]
     assert Selective.seen[0][2] == 0.0  # nothing is pushed down
-    with pytest.raises(RuntimeError, match=r"Loses: 8 calls of step 1 neither train nor have a"):
+    [row] = [row for row in summary.folder.read_metrics() if "reward/mean" in row]
+    assert row["reward/mean"] == pytest.approx(0)
+    assert row["reward/mean/white"] == -row["reward/mean/black"] != 0
+    assert row["groups/used"] + row["groups/skipped"] == 4  # white's and black's of two tasks
+    assert row["calls/trained"] == 4 * row["groups/used"] > 0
+    with pytest.raises(RuntimeError, match=r"Loses: 16 calls of step 1 neither train nor have a"):
         agentrl.train(*arguments(tmp_path, name="loses"), trainer=Loses)
 
 
