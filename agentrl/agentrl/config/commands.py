@@ -8,13 +8,12 @@ The tables, with every default, are ``settings``'s; what does not go together is
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
 from agentrl.config import checks
-from agentrl.config.field_types import Count, HttpUrl, Names, Positive, Store, Table
+from agentrl.config.field_types import Names, Table
 from agentrl.config.setting_names import model_in
 from agentrl.config.settings.agent import (
     AgentSettings,
@@ -36,6 +35,12 @@ from agentrl.config.settings.gateway import (
     ServeGatewaySettings,
     TrainGatewaySettings,
 )
+from agentrl.config.settings.join import (
+    JoinAgentSettings,
+    JoinGatewaySettings,
+    JoinRolloutSettings,
+    JoinRunSettings,
+)
 from agentrl.config.settings.learning import LearningSettings
 from agentrl.config.settings.models import (
     Adapters,
@@ -51,11 +56,10 @@ from agentrl.config.settings.offline import (
     OfflineEvaluationSettings,
     OfflineLearningSettings,
     OfflineRunSettings,
-)
-from agentrl.config.settings.preference import (
     PreferenceDataSettings,
     PreferenceSettings,
     RewardModelSettings,
+    SftDataSettings,
 )
 from agentrl.config.settings.rollouts import (
     Policy,
@@ -70,7 +74,6 @@ from agentrl.config.settings.run import (
     TrainRunSettings,
 )
 from agentrl.config.settings.sampler import SamplerSettings, TinkerSettings
-from agentrl.config.settings.sft import SftDataSettings
 from agentrl.config.settings.sweep import SweepSettings
 
 
@@ -273,14 +276,18 @@ class OfflineConfig(_Command):
     run: OfflineRunSettings = OfflineRunSettings()
 
 
+_LEARNED = (
+    "model.name=model learning.epochs learning.batch_size learning.learning_rate learning.rank "
+    "learning.init_adapter evaluation.every evaluation.patience run.seed run.name run.folder=runs"
+)
+
+
 class SftConfig(OfflineConfig):
     """A supervised fine-tuning."""
 
     short_flags = _short(
         "data.source=data data.from_run data.where data.best_of data.from_served data.held_out "
-        "data.train_on model.name=model model.chat_template learning.epochs learning.batch_size "
-        "learning.learning_rate learning.rank evaluation.every evaluation.patience run.seed "
-        "run.name run.folder=runs"
+        f"data.train_on model.chat_template {_LEARNED}"
     )
 
     data: SftDataSettings = SftDataSettings()
@@ -291,18 +298,12 @@ class SftConfig(OfflineConfig):
         return self
 
 
-_LEARNT = (
-    "model.name=model learning.epochs learning.batch_size learning.learning_rate learning.rank "
-    "evaluation.every evaluation.patience run.seed run.name run.folder=runs"
-)
-
-
 class PreferConfig(OfflineConfig):
     """A preference optimization."""
 
     short_flags = _short(
         "data.source=data data.from_run data.where data.by data.held_out preference.loss "
-        f"preference.beta preference.gamma {_LEARNT}"
+        f"preference.beta preference.gamma {_LEARNED}"
     )
 
     data: PreferenceDataSettings = PreferenceDataSettings()
@@ -319,7 +320,7 @@ class RewardModelConfig(OfflineConfig):
 
     short_flags = _short(
         "data.source=data data.from_run data.where data.by data.held_out reward_model.loss "
-        f"{_LEARNT}"
+        f"{_LEARNED}"
     )
 
     data: PreferenceDataSettings = PreferenceDataSettings()
@@ -343,41 +344,6 @@ class InspectConfig(ModelCommand):
     inspect: InspectSettings
     model: ServeModelSettings = ServeModelSettings()
     run: ServeRunSettings = ServeRunSettings()
-
-
-class JoinAgentSettings(Table):
-    entrypoint: str | None = None
-    """What to run; by default the run's agent."""
-    python: str | None = None
-    """Interpreter that runs the agent, of another environment."""
-    user: str | None = None
-    """User whose processes the agents are; by default the run's."""
-    sandbox: bool | None = None
-    """Run each agent process in bubblewrap; by default as the run does."""
-
-
-class JoinRolloutSettings(Table):
-    runners: Annotated[int, Field(ge=1, le=1024)] = 8
-    """Worker processes that run the agent."""
-    timeout: Positive | None = None
-    """Seconds after which an attempt is killed; by default the run's."""
-    concurrency: Count | None = None
-    """Rollouts of an async agent in one process; by default the run's."""
-
-
-class JoinGatewaySettings(Table):
-    url: HttpUrl | None = None
-    """URL of the run's gateway, as this machine reaches it; by default the one that the run keeps
-    in its store."""
-
-
-class JoinRunSettings(Table):
-    store: Store
-    """The run's store: a PostgreSQL URL, or on the same machine its file."""
-    id: str | None = None
-    """Id or name of the run; by default the newest one in progress."""
-    logs: Path = Path("runner-logs")
-    """Folder for the logs of this machine's runners."""
 
 
 class JoinConfig(_Command):

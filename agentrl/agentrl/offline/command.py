@@ -23,6 +23,7 @@ from agentrl.runs.circumstances import note_failure, note_start
 from agentrl.runs.folder import RunFolder
 from agentrl.runs.recorded import how_to_continue
 from agentrl.timing import heavy_imports
+from agentrl.training.initial_adapters import find_initial
 from agentrl.training.resume import return_to_start, tell_changes
 from agentrl_tracer.schemas import Policies
 from agentrl_tracer.store import Store
@@ -74,8 +75,12 @@ def run_offline(
     facts = load_facts(config.model.name, **config.model.model_dump(include=how))
     prepared = prepare(facts)
     if folder is None:
+        initial = find_initial(config.learning, [config.model.adapter], config.model.name)
         folder = RunFolder.create(config.run.folder, config.run.name, kind)
         folder.lock()
+        if initial is not None:
+            initial.keep(folder)
+            print_line((initial.told, "dim"))
     end_in_order(partial(how_to_continue, folder, kind))
     print_line((f"run folder {folder.root}", "dim"))
     with _registered(folder, config, kind) as (store, run_id), OfflineDisplay(console) as display:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from agentrl.config.commands import PreferConfig, RewardModelConfig
-from agentrl.config.settings.preference import PreferenceSettings
+from agentrl.config.settings.offline import PreferenceSettings
 from agentrl.console.output import print_line
 from agentrl.datasets.preferences import RowPair, file_pairs, run_pairs
 from agentrl.offline.command import Prepared

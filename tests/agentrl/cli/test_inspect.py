@@ -41,6 +41,7 @@ def test_what_is_missing_is_named_before_anything_is_loaded(tmp_path: Path) -> N
 
 
 @pytest.mark.inspect
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(INSPECT is None, reason="AGENTRL_TEST_INSPECT is not inspect_ai's program")
 def test_inspect_scores_a_served_adapter(tmp_path: Path) -> None:
     run = trained_run(tmp_path)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from agentrl.cli.prefer import prefer_command
 from agentrl.config.errors import ConfigError
-from agentrl.config.settings.preference import PreferenceSettings
+from agentrl.config.settings.offline import PreferenceSettings
 from agentrl.console.output import console
 from agentrl.datasets.preferences import RowPair, file_pairs
 from agentrl.offline.prefer import Prefer

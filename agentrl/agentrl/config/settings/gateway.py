@@ -23,8 +23,8 @@ class GatewaySettings(Table):
     allowed_hosts: Annotated[list[HostName], BeforeValidator(from_names)] = Field(
         default_factory=list[str]
     )
-    """Names by which clients may address the gateway, besides its address and loopback's: those of
-    a proxy or a DNS alias. *.example.com is every name below it, * is any."""
+    """Further names by which clients may address the gateway. Its address and loopback's are known;
+    give those of a proxy or a DNS alias. *.example.com is every name below it, * is any."""
     accept_any_model: bool = True
     """Answer unknown model names (gpt-4o-mini) with the adapter; else with 404."""
     leave_out_tools: bool = False

@@ -14,10 +14,10 @@ class LearningSettings(Table):
     """The adapter and its optimizer."""
 
     init_adapter: Path | None = None
-    """Weights that the adapters start from: a run folder, RUN@STEP, RUN@best, or a PEFT folder that
-    PEFT, TRL or Unsloth wrote; rank and alpha are its own. By default fresh ones."""
+    """Start from RUN, RUN@STEP, RUN@best or a PEFT folder. PEFT, TRL or Unsloth may have made it;
+    rank and alpha are its own. By default adapters are fresh."""
     init_optimizer: bool = False
-    """Go on with the optimizer of init_adapter too: a run with a checkpoint of that step."""
+    """Take its optimizer too. Its run must have a checkpoint of that step."""
     learning_rate: Positive | None = None
     """Adam's; by default chosen by the model's size and alpha."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"

@@ -1,15 +1,75 @@
-"""Training on examples that are there already: passes, held-out measures, the run folder."""
+"""Training on examples that are there already: which, the loss, passes, measures."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator
 
-from agentrl.config.field_types import Count, Table
+from agentrl.config.field_types import Count, NonNegative, Positive, Store, Table
 from agentrl.config.settings.learning import LearningSettings
 from agentrl.config.settings.run import RunFolderSettings
 from agentrl_trainer.names import check_name
+
+
+class SftDataSettings(Table):
+    """The examples: one of ``source``, ``from_run`` and ``from_served``."""
+
+    source: str | None = None
+    """Chats in OpenAI's or ShareGPT's form: a JSONL, JSON, Parquet or CSV file, or a Hugging Face
+    dataset, NAME or NAME:SPLIT."""
+    from_run: Path | None = None
+    """Run folder whose rollouts are the examples, as the exact tokens that were recorded."""
+    where: str | None = None
+    """With from_run: which rollouts, such as 'reward >= 1 and step > 10'; by default the successful
+    ones, or with best_of those that have a reward."""
+    best_of: Count | None = None
+    """With from_run: only so many rollouts of a task, those with the highest rewards."""
+    from_served: Store | None = None
+    """Store of `agentrl serve`, such as runs/serve.db, whose calls are the examples."""
+    held_out: str | None = None
+    """Held-out examples: as source, or the share of the examples to hold out, such as 0.1."""
+    train_on: Literal["all", "last", "tagged"] = "all"
+    """Which answers of a chat train: all, the last, or tagged: those with a weight (OpenAI's
+    `weight`, 0 or more, or `train`: true). Weights count with all and last too."""
+
+
+class PreferenceDataSettings(Table):
+    """The examples: one of ``source`` and ``from_run``."""
+
+    source: str | None = None
+    """Pairs as TRL, Anthropic's HH, HelpSteer3 or UltraFeedback have them: a JSONL, JSON, Parquet
+    or CSV file, or a Hugging Face dataset, NAME or NAME:SPLIT."""
+    from_run: Path | None = None
+    """Run folder: the best rollout of each group against its worst, as the exact tokens that were
+    recorded."""
+    where: str | None = None
+    """With from_run: which rollouts, such as 'step > 10'."""
+    by: Literal["reward", "feedback"] = "reward"
+    """With from_run: what says how good a rollout is: its reward, or people's feedback."""
+    held_out: str | None = None
+    """Held-out examples: as source, or the share of the examples to hold out, such as 0.1."""
+
+
+class PreferenceSettings(Table):
+    """The loss of a pair."""
+
+    loss: Literal["dpo", "ipo", "kto", "orpo", "simpo"] = "dpo"
+    """dpo, ipo and kto keep close to a reference: the base model, or what the adapter started
+    from. orpo and simpo need none."""
+    beta: Positive | None = None
+    """Strength of the loss; by default 0.1, of simpo 2."""
+    gamma: NonNegative | None = None
+    """The margin that simpo asks for; by default 1."""
+
+
+class RewardModelSettings(Table):
+    """The loss of a reward model."""
+
+    loss: Literal["bradley_terry", "regression"] = "bradley_terry"
+    """bradley_terry learns from pairs; regression from scores: chats with a score, UltraFeedback's
+    completions, or with from_run all rollouts and their rewards."""
 
 
 class OfflineLearningSettings(LearningSettings):
