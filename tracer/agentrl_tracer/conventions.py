@@ -1,4 +1,4 @@
-"""Names of spans, attributes and headers on the wire.
+"""Names of spans, attributes, headers and keys, as they are sent and stored.
 
 They are written out because the semantic-conventions package pins its users.
 """
@@ -28,3 +28,14 @@ REQUEST_HEADER = "x-agentrl-request"
 """An id of the request, by which the agent's process reports that it did not get the answer."""
 AGENT_HEADER = "x-agentrl-agent"
 """The agent (role) that makes the call, as percent-encoded UTF-8."""
+
+SCORED = "scored:"
+"""``Reward.key`` of a reward that a function computed after the rollout: ``scored:FUNCTION:NAME``.
+"""
+ASIDE = "aside:"
+"""Stands before the ``Reward.key`` of what a re-score keeps, but does not count."""
+
+
+def agent_of_reward(name: str | None) -> str | None:
+    """Return an agent's name as its calls have it: without line breaks and outer spaces."""
+    return " ".join(name.split()) or None if name else None

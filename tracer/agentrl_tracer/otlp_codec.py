@@ -17,7 +17,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode
 
 from agentrl_tracer import conventions as wire
-from agentrl_tracer.schemas import REWARD_RANGE, Json, Reward, Span, agent_of_reward, is_reward
+from agentrl_tracer.conventions import agent_of_reward
+from agentrl_tracer.schemas import REWARD_RANGE, Json, Reward, Span, is_reward
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan

@@ -255,11 +255,6 @@ class Reward:
     created_at: float = field(default_factory=time.time)
 
 
-def agent_of_reward(name: str | None) -> str | None:
-    """Return an agent's name as its calls have it: without line breaks and outer spaces."""
-    return " ".join(name.split()) or None if name else None
-
-
 def is_reward(value: float) -> bool:
     """Return whether a number can train: finite, and within ``MAX_REWARD``."""
     return -MAX_REWARD <= value <= MAX_REWARD
@@ -271,11 +266,6 @@ POLICY_REWARD_KEY = "policy"
 """``Reward.key`` of a policy's reward, which stands instead of emitted ones."""
 HUMAN_REWARD_KEY = "human"
 """``Reward.key`` of a reward made from feedback; it counts where a configuration names it."""
-SCORED = "scored:"
-"""``Reward.key`` of a reward that a function computed after the rollout: ``scored:FUNCTION:NAME``.
-"""
-ASIDE = "aside:"
-"""Stands before the ``Reward.key`` of what a re-score keeps, but does not count."""
 
 
 @dataclass(frozen=True, slots=True)

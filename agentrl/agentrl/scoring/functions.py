@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from agentrl.config.errors import ConfigError
 from agentrl.config.settings.models import OtherModelSettings
 from agentrl.runner.agent_spec import AgentSpecError, load_target, parse_agent, validate_agent
-from agentrl_tracer.schemas import SCORED
+from agentrl_tracer.conventions import SCORED
 from agentrl_tracer.store import Store
 
 Scores = float | Mapping[str, float] | None

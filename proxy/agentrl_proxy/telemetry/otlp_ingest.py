@@ -16,16 +16,8 @@ from agentrl_proxy.protocols.fields import check_marks, read_object, shown
 from agentrl_proxy.requests.recording import trace_context
 from agentrl_proxy.server.large_requests import LargeRequests, is_large
 from agentrl_proxy.server.sse import json_response
-from agentrl_tracer.conventions import REQUEST_ID, REWARD_NAME, UNDELIVERED_SPAN
-from agentrl_tracer.schemas import (
-    REWARD_RANGE,
-    AttemptRef,
-    AttemptState,
-    Reward,
-    Span,
-    agent_of_reward,
-    is_reward,
-)
+from agentrl_tracer.conventions import REQUEST_ID, REWARD_NAME, UNDELIVERED_SPAN, agent_of_reward
+from agentrl_tracer.schemas import REWARD_RANGE, AttemptRef, AttemptState, Reward, Span, is_reward
 from agentrl_tracer.store.faults import unexpected
 
 log = logging.getLogger("agentrl.proxy")

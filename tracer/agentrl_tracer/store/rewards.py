@@ -10,7 +10,8 @@ from dataclasses import asdict
 
 import sqlalchemy as sa
 
-from agentrl_tracer.schemas import ASIDE, POLICY_REWARD_KEY, SCORED, Feedback, Reward
+from agentrl_tracer.conventions import ASIDE, SCORED
+from agentrl_tracer.schemas import POLICY_REWARD_KEY, Feedback, Reward
 from agentrl_tracer.store import tables as t
 from agentrl_tracer.store.database import Database
 

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Sequence
 from statistics import fmean
 from typing import TypeVar
 
+from agentrl_tracer.conventions import ASIDE
 from agentrl_tracer.schemas import (
-    ASIDE,
     HUMAN_REWARD_KEY,
     POLICY_REWARD_KEY,
     Call,

@@ -14,17 +14,8 @@ from operator import attrgetter
 from pathlib import Path
 
 from agentrl.runs.excerpts import excerpt, text_of
-from agentrl_tracer.conventions import NOTE_DATA, NOTE_NAME, NOTE_SPAN, OUTPUT, REWARD_SPAN
-from agentrl_tracer.schemas import (
-    ASIDE,
-    Attempt,
-    AttemptState,
-    Call,
-    CallState,
-    Reward,
-    Rollout,
-    Span,
-)
+from agentrl_tracer.conventions import ASIDE, NOTE_DATA, NOTE_NAME, NOTE_SPAN, OUTPUT, REWARD_SPAN
+from agentrl_tracer.schemas import Attempt, AttemptState, Call, CallState, Reward, Rollout, Span
 from agentrl_tracer.store import Store
 from agentrl_trainer.data.rewards import winning_rewards
 
