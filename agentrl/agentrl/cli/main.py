@@ -46,8 +46,8 @@ _SERVERS = ("serve", "ui", "tinker-server")
 _OWN_FLAGS: dict[str, Any] = {"help_flags": [], "version_flags": []}
 _HELP_OF_FLAGS = {
     "--config": "TOML or YAML file of settings.",
-    "--resume": "Run folder to continue (train: RUN@STEP or RUN@best too); other flags win over its "
-    "settings.",
+    "--resume": "Run folder to continue (train: RUN@STEP and RUN@best too); other flags win over "
+    "its settings.",
     "--help-all": "Show all settings: each is also a key of a file and an environment variable.",
 }
 
