@@ -40,8 +40,9 @@ from agentrl_trainer.inference import Finished, SampleParams, SamplerEngine, Sam
 from agentrl_trainer.learner.learner import Learner
 from agentrl_trainer.models.devices import choose_device, free_memory
 from agentrl_trainer.models.loading import BaseModel, load_base
-from agentrl_trainer.models.lora import WEIGHTS_FILE, save_adapter
+from agentrl_trainer.models.lora import save_adapter
 from agentrl_trainer.models.moe import expert_count
+from agentrl_trainer.models.saved_lora import WEIGHTS_FILE
 
 HELLO = Path(__file__).parents[1] / "examples" / "hello"
 PACKAGES = ("agentrl-middleware", "torch", "transformers", "peft")

@@ -173,7 +173,7 @@ def greedy_note(samples: int, temperature: float) -> str | None:
     )
 
 
-def check_rewards(config: TrainConfig | EvalConfig) -> None:
+def check_rewards(config: ScoredCommand) -> None:
     missing = config.rollouts.on_missing_reward
     _refuse(
         (bool(config.rewards) and missing != "drop",

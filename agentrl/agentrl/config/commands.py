@@ -144,6 +144,7 @@ class ScoredCommand(ModelCommand):
     """Functions that reward a rollout when it has finished, beside what the agent emits:
     module:function, file.py:function, or model:NAME for a reward model. A function takes the
     rollout's trace; agentrl.rewards has ready ones. The flag can be given several times."""
+    rollouts: RunnerSettings = RunnerSettings()
 
     @model_validator(mode="after")
     def _check_rewards(self) -> Self:

@@ -92,8 +92,8 @@ def _tools(data: Json) -> Json:
 
 def _trl(data: Json) -> Parts | str:
     """TRL's form. A score of each answer, as UltraFeedback's have, must not contradict it."""
-    scores = data.get("score_chosen"), data.get("score_rejected")
-    if None not in scores and scores[0] <= scores[1]:
+    better, worse = data.get("score_chosen"), data.get("score_rejected")
+    if better is not None and worse is not None and better <= worse:
         return "pairs whose scores do not prefer the chosen answer"
     texts = [data["chosen"], data["rejected"]]
     if data.get("prompt") is None and all(isinstance(one, str) for one in texts):

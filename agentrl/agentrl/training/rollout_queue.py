@@ -91,7 +91,7 @@ class RolloutQueue:
     _groups: list[_Group] = field(default_factory=list[_Group])  # in queue order
     _handed_over: float | None = None
 
-    def take(self, step: int, show: Callable[[str, int, int], object]) -> StepRollouts:
+    def take(self, step: int, show: Callable[[str, int, int], None]) -> StepRollouts:
         """Wait for the groups of a step; those of the next steps are running on return.
 
         Args:

@@ -47,7 +47,7 @@ from agentrl_trainer.client.types import (
     SupportedModel,
 )
 from agentrl_trainer.models.loading import BaseModel, load_base
-from agentrl_trainer.models.lora import CONFIG_FILE
+from agentrl_trainer.models.saved_lora import CONFIG_FILE
 from agentrl_trainer.names import TINY_MODEL, check_name
 
 _TINKER = "agentrl_trainer.client.tinker.service:TinkerServiceClient"  # a subclass of ServiceClient

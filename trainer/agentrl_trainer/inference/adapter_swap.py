@@ -29,9 +29,10 @@ from transformers.pytorch_utils import Conv1D
 from agentrl_trainer.inference.linear_products import FusedLinear, Int8Linear
 from agentrl_trainer.inference.llama_cpu import LlamaCpuForward
 from agentrl_trainer.models.loading import BaseModel, evaluation_mode
-from agentrl_trainer.models.lora import CONFIG_FILE, WEIGHTS_FILE, read_adapter
+from agentrl_trainer.models.lora import read_adapter
 from agentrl_trainer.models.lora_targets import no_false_warnings
 from agentrl_trainer.models.moe import expert_count, keep_weights_unmerged, lora_scaling
+from agentrl_trainer.models.saved_lora import CONFIG_FILE, WEIGHTS_FILE
 from agentrl_trainer.models.sources import ModelError
 
 MERGE_BELOW = 200_000_000
