@@ -22,7 +22,7 @@ from agentrl.config.settings.rollouts import RolloutSettings, RunnerSettings
 from agentrl.config.settings.sampler import SamplerSettings
 from agentrl.gateway.process import GatewayPlan, make_sampler
 from agentrl.samplers.embedded import EmbeddedSampler
-from agentrl.training.clients import create_clients
+from agentrl.training.setup.clients import create_clients
 
 SMALL, LARGE = 850_000, 135_000_000
 

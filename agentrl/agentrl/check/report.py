@@ -13,7 +13,7 @@ from agentrl.check.signal import signal_finding, success_finding
 from agentrl.config.commands import CheckConfig
 from agentrl.findings import Finding, answered, cut_off, thinking, thought_marks
 from agentrl.training.metrics import count_failures
-from agentrl.training.rollout_queue import seconds_of_running
+from agentrl.training.queue.rollout_queue import seconds_of_running
 from agentrl_proxy.errors import ApiError
 from agentrl_proxy.rendering.continuity import Branch
 from agentrl_proxy.rendering.renderer import Renderer

@@ -13,8 +13,8 @@ from rich.filesize import decimal
 from agentrl.capacity import available_cores
 from agentrl.config.commands import TrainConfig
 from agentrl.findings import Finding
-from agentrl.training.algorithm import update_settings
-from agentrl.training.clients import create_clients
+from agentrl.training.setup.algorithm import update_settings
+from agentrl.training.setup.clients import create_clients
 from agentrl_trainer.client import AdamParams
 from agentrl_trainer.data.packing import count_tokens, pack
 from agentrl_trainer.data.training_row import TrainingRow

@@ -20,9 +20,9 @@ from agentrl.console.trace_tree import rollout_trace
 from agentrl.findings import Finding
 from agentrl.runner.agent_spec import validate_agent
 from agentrl.scoring.functions import load_functions
-from agentrl.training.curriculum import tasks_in_order
 from agentrl.training.evaluation import plan_evaluation
 from agentrl.training.metrics import count_failures
+from agentrl.training.queue.curriculum import tasks_in_order
 from agentrl_tracer.schemas import NewRollout, RolloutState
 from agentrl_trainer.data.rewards import rollout_rewards
 

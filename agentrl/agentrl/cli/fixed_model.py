@@ -18,8 +18,8 @@ from agentrl.runs.best_adapter import which_adapter
 from agentrl.runs.folder import RunFolder, adapter_folders
 from agentrl.scoring.functions import RewardFunction
 from agentrl.scoring.scorer import Scorer
-from agentrl.training.initial_adapters import find_initial
 from agentrl.training.session import Session
+from agentrl.training.setup.initial_adapters import find_initial
 from agentrl_tracer.schemas import Call, Json, NewRollout, Rollout, SkipReason
 
 

@@ -45,6 +45,7 @@ _OTHERS = {
     "others.",
     "tinker-server": "Run scripts for Tinker's SDK on this machine: serve its protocol.",
 }
+_OFFLINE = ("sft", "prefer", "reward-model")
 _SERVERS = ("serve", "ui", "tinker-server")
 _OWN_FLAGS: dict[str, Any] = {"help_flags": [], "version_flags": []}
 _HELP_OF_FLAGS = {
@@ -56,9 +57,10 @@ _HELP_OF_FLAGS = {
 
 def _place_of(command: str) -> str:
     """Return where the function of a command is, as ``module:function``."""
-    module = command.replace("-", "_")
+    name = command.replace("-", "_")
+    module = "offline" if command in _OFFLINE else name
     folder = "servers." if command in _SERVERS else ""
-    return f"agentrl.cli.{folder}{module}:{module}_command"
+    return f"agentrl.cli.{folder}{module}:{name}_command"
 
 
 for _name, _help in (_COMMANDS | _OTHERS).items():

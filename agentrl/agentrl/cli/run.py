@@ -12,7 +12,7 @@ from agentrl.config.settings.models import OtherModelSettings
 from agentrl.console.output import print_block, print_line
 from agentrl.console.trace_tree import rollout_trace
 from agentrl.runner.agent_spec import validate_agent
-from agentrl.training.rollout_queue import rollout_seed
+from agentrl.training.queue.rollout_queue import rollout_seed
 from agentrl_tracer.schemas import NewRollout, Purpose, RolloutState
 from agentrl_trainer.tiny import MODEL_DIR
 

@@ -13,7 +13,7 @@ from agentrl.runner.agent_spec import parse_agent
 from agentrl.runner.coding_tasks.harbor import PREFIX, harbor_tasks
 from agentrl.runner.coding_tasks.sandbox import check_bubblewrap
 from agentrl.runner.coding_tasks.task import is_coding_task, parse_task
-from agentrl.training.own_functions import generated_tasks, is_importable
+from agentrl.training.setup.own_functions import generated_tasks, is_importable
 from agentrl_tracer.schemas import Json
 
 

@@ -30,11 +30,11 @@ from agentrl.runs.summary import Summary
 from agentrl.scoring.functions import load_functions
 from agentrl.supervisor import SupervisedProcess
 from agentrl.timing import heavy_imports
-from agentrl.training.curriculum import Curriculum
-from agentrl.training.initial_adapters import find_initial
-from agentrl.training.own_functions import check_functions
+from agentrl.training.queue.curriculum import Curriculum
 from agentrl.training.resume import check_resume, go_back, return_to_start, tell_changes
 from agentrl.training.session import Session
+from agentrl.training.setup.initial_adapters import find_initial
+from agentrl.training.setup.own_functions import check_functions
 
 if TYPE_CHECKING:
     from agentrl.training.loop import Trainer

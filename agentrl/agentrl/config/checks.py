@@ -17,7 +17,6 @@ from agentrl_trainer.names import check_name
 
 if TYPE_CHECKING:
     from agentrl.config.commands import (
-        EvalConfig,
         ModelCommand,
         PreferConfig,
         RewardModelConfig,

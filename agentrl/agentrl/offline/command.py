@@ -23,8 +23,8 @@ from agentrl.runs.circumstances import note_failure, note_start
 from agentrl.runs.folder import RunFolder
 from agentrl.runs.recorded import how_to_continue
 from agentrl.timing import heavy_imports
-from agentrl.training.initial_adapters import find_initial
 from agentrl.training.resume import return_to_start, tell_changes
+from agentrl.training.setup.initial_adapters import find_initial
 from agentrl_tracer.schemas import Policies
 from agentrl_tracer.store import Store
 
@@ -153,7 +153,7 @@ def _train(
         import torch
 
         from agentrl.offline.run import OfflineRun, train_offline
-        from agentrl.training.clients import local_clients
+        from agentrl.training.setup.clients import local_clients
 
     torch.set_num_threads(1)  # until the model's size is known
     backend = local_clients(

@@ -13,7 +13,7 @@ from agentrl.console.output import print_line
 from agentrl.datasets.preferences import RowPair, file_pairs, run_pairs
 from agentrl.offline.command import Prepared
 from agentrl.offline.examples import train_and_held_out
-from agentrl.training.algorithm import REFERENCE
+from agentrl.training.setup.algorithm import REFERENCE
 from agentrl_proxy.rendering.renderer import Renderer
 from agentrl_trainer.client import AdamParams, TrainingClient
 from agentrl_trainer.data.training_row import TrainingRow

@@ -27,9 +27,9 @@ from agentrl.runs.best_adapter import keep_best
 from agentrl.runs.folder import RunFolder, strict
 from agentrl.runs.learning_curve import draw_learning_curve
 from agentrl.runs.metric_names import HELD_OUT_LOSS, LOSS
-from agentrl.training.clients import TrainingClients
 from agentrl.training.metrics import finite_numbers
 from agentrl.training.session import RunError
+from agentrl.training.setup.clients import TrainingClients
 from agentrl_tracer.store import Store
 from agentrl_trainer.client import AdamParams
 from agentrl_trainer.learner.optimizers import schedule_factor

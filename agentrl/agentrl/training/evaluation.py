@@ -16,7 +16,7 @@ from agentrl.runs.best_adapter import held_out_of, keep_best
 from agentrl.runs.metric_names import HELD_OUT
 from agentrl.timing import PhaseTimer
 from agentrl.training.metrics import note_failed_rollouts, seconds_row
-from agentrl.training.rollout_queue import rollout_seed
+from agentrl.training.queue.rollout_queue import rollout_seed
 from agentrl.training.unasked import note_unasked
 from agentrl_tracer.schemas import NewRollout, Purpose, SkipReason
 from agentrl_trainer.data.rewards import rollout_rewards

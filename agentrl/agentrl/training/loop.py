@@ -18,10 +18,10 @@ from agentrl.runs.summary import Ending, Summary
 from agentrl.timing import PhaseTimer
 from agentrl.training.evaluation import evaluate_if_due
 from agentrl.training.metrics import report_step_failures, seconds_row, step_row
-from agentrl.training.own_functions import own_estimator
-from agentrl.training.rollout_queue import StepRollouts
+from agentrl.training.queue.rollout_queue import StepRollouts
 from agentrl.training.run import TrainingRun as TrainingRun
 from agentrl.training.session import RunError
+from agentrl.training.setup.own_functions import own_estimator
 from agentrl.training.update import update
 from agentrl_tracer.schemas import Call, Purpose, Rollout
 from agentrl_trainer.data.adapter_split import AdapterBatches

@@ -13,9 +13,9 @@ from agentrl.findings import Finding, answered, cut_off, equal_rewards, thinking
 from agentrl.runs.metric_names import DIFFERENCE
 from agentrl.runs.recorded import shown
 from agentrl.timing import PhaseTimer
-from agentrl.training.rollout_queue import StepRollouts, seconds_of_running
+from agentrl.training.queue.rollout_queue import StepRollouts, seconds_of_running
+from agentrl.training.queue.staleness import StalenessLimit
 from agentrl.training.session import RunError
-from agentrl.training.staleness import StalenessLimit
 from agentrl.training.unasked import note_unasked
 from agentrl_tracer.schemas import (
     REWARD_RANGE,

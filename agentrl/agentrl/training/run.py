@@ -24,13 +24,13 @@ from agentrl.runs.metric_names import REWARD
 from agentrl.runs.summary import Ending, Summary
 from agentrl.scoring.functions import RewardFunction
 from agentrl.timing import PhaseTimer
-from agentrl.training.clients import create_clients
-from agentrl.training.curriculum import Curriculum
 from agentrl.training.metrics import PrefixHits
-from agentrl.training.own_functions import add_own_loss
+from agentrl.training.queue.curriculum import Curriculum
+from agentrl.training.queue.rollout_queue import RolloutQueue
 from agentrl.training.resume import verify_in_background
-from agentrl.training.rollout_queue import RolloutQueue
 from agentrl.training.session import RunError, Session
+from agentrl.training.setup.clients import create_clients
+from agentrl.training.setup.own_functions import add_own_loss
 from agentrl.training.step_records import StepRecords
 from agentrl.training.summarize import summarize
 from agentrl.training.tracking.metrics_log import MetricsLog

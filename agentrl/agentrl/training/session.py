@@ -31,7 +31,7 @@ from agentrl.scoring.functions import RewardFunction, ScoringContext
 from agentrl.scoring.scorer import Scorer
 from agentrl.supervisor import SupervisedProcess
 from agentrl.timing import Waiting
-from agentrl.training.rollout_queue import CheckProgress, OnProgress
+from agentrl.training.queue.rollout_queue import CheckProgress, OnProgress
 from agentrl_proxy.server.listening import bind, is_loopback
 from agentrl_tracer.schemas import Call, NewRollout, Policies, Rollout, SkipReason
 from agentrl_tracer.store import Store, StoreError

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from agentrl.config.commands import TrainConfig
-from agentrl.training.algorithm import step_settings
-from agentrl.training.staleness import StalenessLimit
+from agentrl.training.queue.staleness import StalenessLimit
+from agentrl.training.setup.algorithm import step_settings
 from agentrl_tracer.schemas import Call, Rollout, SkipReason
 from agentrl_tracer.store import Store
 from agentrl_trainer.data.adapter_split import AdapterBatches, AdapterRule, assemble_adapters

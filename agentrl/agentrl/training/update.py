@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentrl.timing import PhaseTimer
-from agentrl.training.algorithm import update_settings
+from agentrl.training.setup.algorithm import update_settings
 from agentrl_tracer.schemas import SkipReason
 from agentrl_trainer.client import AdamParams, RefusedRows, TrainingClient
 from agentrl_trainer.data.batch_assembly import SeenRow, StepBatch

@@ -15,7 +15,7 @@ from agentrl.config.checks import greedy_note
 from agentrl.config.commands import EvalConfig, TrainConfig
 from agentrl.config.errors import ConfigError, explain
 from agentrl.config.loading import load, steps_of
-from agentrl.training.curriculum import tasks_in_order
+from agentrl.training.queue.curriculum import tasks_in_order
 
 ROOT = Path(__file__).parents[3]
 

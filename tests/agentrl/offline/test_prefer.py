@@ -14,14 +14,14 @@ from chat_data import write_lines
 from pair_data import pair, write_pairs
 from safetensors.torch import load_file
 
-from agentrl.cli.prefer import prefer_command
+from agentrl.cli.offline import prefer_command
 from agentrl.config.errors import ConfigError
 from agentrl.config.settings.offline import PreferenceSettings
 from agentrl.console.output import console
 from agentrl.datasets.preferences import RowPair, file_pairs
 from agentrl.offline.prefer import Prefer
 from agentrl.runs.folder import RunFolder
-from agentrl.training.algorithm import REFERENCE
+from agentrl.training.setup.algorithm import REFERENCE
 from agentrl_proxy.rendering.renderer import Renderer
 from agentrl_trainer.client import AdamParams, ServiceClient, TrainingClient
 from agentrl_trainer.models.loading import load_facts

@@ -13,7 +13,7 @@ from pair_data import answer, qwen, scored, write_pairs
 from transformers import AutoModelForSequenceClassification
 
 from agentrl.cli.export import export_command
-from agentrl.cli.reward_model import reward_model_command
+from agentrl.cli.offline import reward_model_command
 from agentrl.config.commands import ServeConfig
 from agentrl.config.errors import ConfigError
 from agentrl.console.output import console

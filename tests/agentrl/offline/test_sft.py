@@ -21,7 +21,7 @@ from running_gateway import running
 from safetensors.torch import load_file
 from ui_pages import Recorded
 
-from agentrl.cli.sft import sft_command
+from agentrl.cli.offline import sft_command
 from agentrl.config.errors import ConfigError
 from agentrl.console.output import console
 from agentrl.datasets.chats import to_chat

@@ -21,8 +21,8 @@ from agentrl.config.errors import ConfigError
 from agentrl.config.settings.sampler import TinkerSettings
 from agentrl.gateway.process import GatewayPlan, make_sampler
 from agentrl.runs.folder import find_adapters
-from agentrl.training.clients import TrainingClients, create_clients
 from agentrl.training.session import RunError
+from agentrl.training.setup.clients import TrainingClients, create_clients
 from agentrl_tracer.schemas import SkipReason
 from agentrl_trainer import tiny
 from agentrl_trainer.models.sources import ModelError

@@ -11,7 +11,7 @@ from settings import nested
 from agentrl.config.checks import correction_mode
 from agentrl.config.commands import TrainConfig
 from agentrl.config.settings.algorithm import AlgorithmSettings, RewardLoss
-from agentrl.training.algorithm import step_settings, update_settings, value_params
+from agentrl.training.setup.algorithm import step_settings, update_settings, value_params
 from agentrl_trainer.learner.loss_options import (
     OPTIONS_OF,
     CorrectionOptions,

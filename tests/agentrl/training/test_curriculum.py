@@ -13,7 +13,7 @@ from settings import nested
 
 from agentrl.config.commands import TrainConfig
 from agentrl.config.errors import ConfigError
-from agentrl.training.curriculum import Curriculum, tasks_in_order
+from agentrl.training.queue.curriculum import Curriculum, tasks_in_order
 from agentrl_trainer.own_function import FunctionError
 
 

@@ -19,7 +19,7 @@ from training_run import Run
 from agentrl.config.errors import ConfigError
 from agentrl.config.settings.learning import LearningSettings
 from agentrl.runs.folder import RunFolder
-from agentrl.training.initial_adapters import create_adapters, find_initial
+from agentrl.training.setup.initial_adapters import create_adapters, find_initial
 from agentrl_trainer.client import AdamParams, Datum, ModelInput, ServiceClient, TrainingClient
 from agentrl_trainer.models.loading import load_base
 

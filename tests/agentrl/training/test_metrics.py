@@ -12,8 +12,8 @@ from documented_metrics import documented, undocumented
 from small_learner import one_step
 
 from agentrl.training.metrics import PrefixHits, count_failures, step_row
-from agentrl.training.rollout_queue import StepRollouts
-from agentrl.training.staleness import StalenessLimit
+from agentrl.training.queue.rollout_queue import StepRollouts
+from agentrl.training.queue.staleness import StalenessLimit
 from agentrl_tracer.schemas import Call, NewRollout, Outcomes, Purpose, RolloutState
 from agentrl_tracer.store import Store
 from agentrl_trainer.data.adapter_split import AdapterBatches

@@ -13,7 +13,7 @@ from settings import nested
 from agentrl.cli.tasks import training_tasks
 from agentrl.config.commands import TrainConfig
 from agentrl.config.errors import ConfigError
-from agentrl.training.own_functions import check_functions, own_estimator
+from agentrl.training.setup.own_functions import check_functions, own_estimator
 from agentrl_trainer.learner.losses import LOSSES
 
 SOURCE = """

@@ -14,9 +14,9 @@ from agentrl.capacity import available_cores, trainer_threads
 from agentrl.config.commands import TrainConfig
 from agentrl.config.settings.learning import LearningSettings
 from agentrl.config.settings.models import ModelSettings
-from agentrl.training.algorithm import REFERENCE, value_params
-from agentrl.training.initial_adapters import create_adapters
 from agentrl.training.session import RunError
+from agentrl.training.setup.algorithm import REFERENCE, value_params
+from agentrl.training.setup.initial_adapters import create_adapters
 from agentrl_trainer.client import ServiceClient, TrainingClient
 from agentrl_trainer.learner.loss_options import ValueParams
 from agentrl_trainer.learner.optimizers import default_learning_rate

@@ -22,8 +22,8 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from agentrl.config.commands import TrainConfig
-from agentrl.training.curriculum import Curriculum
-from agentrl.training.staleness import StalenessLimit
+from agentrl.training.queue.curriculum import Curriculum
+from agentrl.training.queue.staleness import StalenessLimit
 from agentrl_tracer.schemas import Json, NewRollout, Purpose, Rollout, SkipReason
 
 if TYPE_CHECKING:

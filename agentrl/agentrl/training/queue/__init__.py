@@ -1,0 +1,1 @@
+"""Which rollouts run next, and which ones a step takes."""

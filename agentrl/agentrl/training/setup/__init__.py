@@ -1,0 +1,1 @@
+"""What a run is made of: settings of the algorithm, clients, adapters, own functions."""
