@@ -104,7 +104,7 @@ def test_every_loss_widens_the_margin(
     steps = [objective.update(client, pairs, AdamParams(learning_rate=3e-3)) for _ in range(3)]
     after = objective.measure(client, pairs)
     assert steps[0]["loss"] == pytest.approx(before["loss"], rel=1e-4)
-    assert after["rewards/margins"] > before["rewards/margins"] + 0.01
+    assert after["rewards/margins"] > before["rewards/margins"] + 0.003
     assert after["loss"] < before["loss"]
     assert steps[-1]["grad_norm"] > 0
 

@@ -37,7 +37,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     home = tmp_path_factory.mktemp("rm")
     data = write_pairs(home / "pairs.jsonl", range(100, 148), qwen)
     held_out = write_pairs(home / "held_out.jsonl", range(1000, 1024), qwen)
-    more = ("--data", data, "--held-out", held_out, "--epochs", 1)
+    more = ("--data", data, "--held-out", held_out, "--epochs", 2)
     with console.capture() as printed:
         reward_model_command(*flags(home, "helpful", *more))
     assert "--rewards model:" in printed.get()
