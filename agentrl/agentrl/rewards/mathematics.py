@@ -1,17 +1,19 @@
 """Equality of mathematics: 1/2 is 0.5 and \\frac{1}{2}, by math-verify in a process of its own.
 
-An answer may ask for a power that no computer finishes. math-verify's limit of time needs the main
-thread of its process, and does not end a computation of big integers: the process is ended.
+An answer may ask for a power that no computer finishes. math-verify's own limit of time needs the
+main thread of its process, does not end a computation of big integers, and counts what other
+processes take. So the process has a limit of CPU time.
 """
 
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import signal
 import threading
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from importlib.util import find_spec
-from multiprocessing.pool import Pool
+from multiprocessing import get_context
 
 from agentrl.config.errors import ConfigError
 from agentrl.rewards.composition import RewardOfTrace, expected_of, makes_reward
@@ -28,7 +30,7 @@ def symbolic(field: str = "answer", *, seconds: float = 5.0) -> RewardOfTrace:
     ``field`` means any of its items.
 
     Args:
-        seconds: time for one comparison, after which the answer is wrong.
+        seconds: CPU time for one comparison, after which the answer is wrong.
 
     Raises:
         ConfigError: math-verify is not installed.
@@ -45,25 +47,23 @@ def symbolic(field: str = "answer", *, seconds: float = 5.0) -> RewardOfTrace:
 
 
 class _Checker:
-    """One process that compares; it is replaced when it takes too long."""
+    """One process that compares; the system ends it when a comparison takes too much CPU time."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._lock = threading.Lock()
-        self._pool: Pool | None = None
+        self._process: ProcessPoolExecutor | None = None
 
     def equal(self, right: str, answer: str) -> bool:
         """Raises ValueError if ``right`` is no mathematics."""
         with self._lock:
-            if self._pool is None:
-                self._pool = multiprocessing.get_context("spawn").Pool(1, _begin)
-                self._pool.apply_async(_equal, ("1", "1", 1)).get(_START_S)
+            if self._process is None:
+                self._process = ProcessPoolExecutor(1, get_context("spawn"), _begin)
+                self._process.submit(_equal, "1", "1", _START_S).result()  # imports SymPy
             try:
-                asked = self._pool.apply_async(_equal, (right, answer, self._seconds))
-                return asked.get(2 * self._seconds + 1)
-            except multiprocessing.TimeoutError:
-                self._pool.terminate()
-                self._pool = None
+                return self._process.submit(_equal, right, answer, self._seconds).result()
+            except BrokenProcessPool:
+                self._process = None
                 return False
 
 
@@ -75,8 +75,11 @@ def _begin() -> None:
 def _equal(right: str, answer: str, seconds: float) -> bool:
     from math_verify import parse, verify
 
-    limit = max(int(seconds), 1)
-    gold = parse(right, parsing_timeout=limit) or parse(f"${right}$", parsing_timeout=limit)
-    if not gold:
-        raise ValueError(f"the right answer is no mathematics: {right!r}")
-    return verify(gold, parse(answer, parsing_timeout=limit), timeout_seconds=limit)
+    signal.setitimer(signal.ITIMER_PROF, seconds)  # of CPU time; its signal ends the process
+    try:
+        gold = parse(right, parsing_timeout=None) or parse(f"${right}$", parsing_timeout=None)
+        if not gold:
+            raise ValueError(f"the right answer is no mathematics: {right!r}")
+        return verify(gold, parse(answer, parsing_timeout=None), timeout_seconds=None)
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
