@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         ModelCommand,
         PreferConfig,
         RewardModelConfig,
+        ScoredCommand,
         SftConfig,
         TrainConfig,
     )

@@ -31,7 +31,6 @@ from agentrl.scoring.functions import RewardFunction, ScoringContext
 from agentrl.scoring.scorer import Scorer
 from agentrl.supervisor import SupervisedProcess
 from agentrl.timing import Waiting
-from agentrl.training.queue.rollout_queue import CheckProgress, OnProgress
 from agentrl_proxy.server.listening import bind, is_loopback
 from agentrl_tracer.schemas import Call, NewRollout, Policies, Rollout, SkipReason
 from agentrl_tracer.store import Store, StoreError
@@ -40,6 +39,11 @@ if TYPE_CHECKING:
     from agentrl.runner.ray import RayPool
 
 T = TypeVar("T")
+
+OnProgress = Callable[[int, int], None]
+"""Called with the numbers of finished and of all rollouts."""
+CheckProgress = Callable[[], tuple[int, int, bool]]
+"""Returns the numbers of finished and of all rollouts, and whether that is enough."""
 
 _POLL_S = 0.03
 _REST = 4  # times as long as a look at the rollouts took

@@ -18,9 +18,9 @@ from agentrl.config.settings.evaluation import EvaluationSettings
 from agentrl.scoring.scorer import Scorer
 from agentrl.training.evaluation import plan_evaluation
 from agentrl.training.queue.curriculum import Curriculum, tasks_in_order
-from agentrl.training.queue.rollout_queue import CheckProgress, RolloutQueue
+from agentrl.training.queue.rollout_queue import RolloutQueue
 from agentrl.training.queue.staleness import StalenessLimit
-from agentrl.training.session import Session
+from agentrl.training.session import CheckProgress, Session
 from agentrl_tracer.schemas import AttemptState, NewRollout, Purpose, Rollout, RolloutState
 from agentrl_tracer.store import Store
 

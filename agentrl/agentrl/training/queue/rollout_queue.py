@@ -28,12 +28,7 @@ from agentrl_tracer.schemas import Json, NewRollout, Purpose, Rollout, SkipReaso
 
 if TYPE_CHECKING:
     from agentrl.scoring.scorer import Scorer
-    from agentrl.training.session import Session
-
-OnProgress = Callable[[int, int], None]
-"""Called with the numbers of finished and of all rollouts."""
-CheckProgress = Callable[[], tuple[int, int, bool]]
-"""Returns the numbers of finished and of all rollouts, and whether that is enough."""
+    from agentrl.training.session import OnProgress, Session
 
 
 @dataclass(slots=True, eq=False)
