@@ -12,8 +12,10 @@ import signal
 import threading
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from importlib.util import find_spec
 from multiprocessing import get_context
+from typing import Any
 
 from agentrl.config.errors import ConfigError
 from agentrl.rewards.composition import RewardOfTrace, expected_of, makes_reward
@@ -73,13 +75,15 @@ def _begin() -> None:
 
 
 def _equal(right: str, answer: str, seconds: float) -> bool:
-    from math_verify import parse, verify
+    import math_verify
 
+    # Its annotations do not know that None is no limit.
+    parse: Any = partial(math_verify.parse, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
     signal.setitimer(signal.ITIMER_PROF, seconds)  # of CPU time; its signal ends the process
     try:
-        gold = parse(right, parsing_timeout=None) or parse(f"${right}$", parsing_timeout=None)
+        gold = parse(right) or parse(f"${right}$")
         if not gold:
             raise ValueError(f"the right answer is no mathematics: {right!r}")
-        return verify(gold, parse(answer, parsing_timeout=None), timeout_seconds=None)
+        return math_verify.verify(gold, parse(answer), timeout_seconds=None)
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
