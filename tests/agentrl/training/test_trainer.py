@@ -88,8 +88,6 @@ def arguments(folder: Path, **more: str) -> list[str]:
 
 
 def test_stages_can_be_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setitem(sys.modules, "own", None)
     monkeypatch.delitem(sys.modules, "own")
     summary = agentrl.train(*arguments(tmp_path), trainer=Selective)
