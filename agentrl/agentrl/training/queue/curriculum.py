@@ -37,6 +37,8 @@ class Curriculum:
         self._in_order = names_function(str(config.agent.tasks))
         self._given = _given_weights(tasks, self._how.weight_field)
         self._weigh = _weights(self._how.weights)
+        if self._weigh is not None:  # tried before the run starts
+            self._weigh(tasks[0], 0.5)
         self._used = self._how != CurriculumSettings()
         self._results: dict[int, list[list[int]]] = {}  # by task: won and all rollouts, by group
 
@@ -158,10 +160,13 @@ def _weights(spec: str | None) -> Weigh | None:
     function: Callable[..., Any] = load_function(spec, "curriculum.weights")
 
     def weigh(task: Json, rate: float) -> float:
-        with said_by(function):
-            weight = float(function(task, rate))
-            if not 0 <= weight < math.inf:
-                raise FunctionError(f"it returned {weight}; a weight is a finite number from 0")
+        try:
+            with said_by(function):
+                weight = float(function(task, rate))
+                if not 0 <= weight < math.inf:
+                    raise FunctionError(f"it returned {weight}; a weight is a finite number from 0")
+        except FunctionError as error:
+            raise ConfigError(f"curriculum.weights: {error}") from error
         return weight
 
     return weigh
