@@ -43,6 +43,7 @@ NEEDS: dict[str, dict[str, int]] = {
     for name in (
         *("tutorial", "runs", "adapters", "attribution", "client", "protocols", "sweeps"),
         "own-algorithms",
+        "before-rl",
     )
 }
 
