@@ -24,7 +24,7 @@ from agentrl.runs.folder import RunFolder
 from agentrl.runs.recorded import how_to_continue
 from agentrl.timing import heavy_imports
 from agentrl.training.resume import return_to_start, tell_changes
-from agentrl.training.setup.initial_adapters import find_initial
+from agentrl.training.setup.initial_adapters import find_initial, initial_adapter
 from agentrl_tracer.schemas import Policies
 from agentrl_tracer.store import Store
 
@@ -50,6 +50,8 @@ class Prepared(Generic[E]):
     held_out: Sequence[E]
     scores: bool = False
     """Whether the adapter is a reward model."""
+    refers: bool = False
+    """Whether the adapter is compared with what it starts from."""
 
 
 def run_offline(
@@ -156,9 +158,11 @@ def _train(
         from agentrl.training.setup.clients import local_clients
 
     torch.set_num_threads(1)  # until the model's size is known
+    name = config.model.adapter
+    start = initial_adapter(folder, name) if prepared.refers else None
     backend = local_clients(
         config.model, config.learning, folder.root, display.note,
-        names=[config.model.adapter], seed=config.run.seed, score=prepared.scores,
+        names=[name], seed=config.run.seed, score=prepared.scores, reference=start,
     )  # fmt: skip
     run = OfflineRun(
         config, prepared.objective, prepared.examples, prepared.held_out, folder, store, run_id,

@@ -100,7 +100,7 @@ def prepare(config: PreferConfig, facts: ModelFacts) -> Prepared[RowPair]:
     Raises:
         ConfigError: a pair cannot be read, or none is left.
     """
-    return Prepared(Prefer(config.preference), *read_pairs(config, facts))
+    return Prepared(Prefer(config.preference), *read_pairs(config, facts), refers=True)
 
 
 def read_pairs(

@@ -116,6 +116,12 @@ def _checkpoint(source: Path, folders: Mapping[str, Path]) -> Path:
     return checkpoint
 
 
+def initial_adapter(folder: RunFolder, name: str) -> Path | None:
+    """Return the copy of what an adapter of the run started from; None: it was fresh."""
+    kept = folder.initial / _ADAPTERS / name
+    return kept if kept.is_dir() else None
+
+
 def create_adapters(
     service: ServiceClient,
     model: str,
