@@ -141,7 +141,7 @@ class ScoredCommand(ModelCommand):
     """What every command has whose rollouts are rewarded."""
 
     rewards: Names = Field(default_factory=list[str])
-    """Functions that reward a rollout when it has finished, beside what the agent emits:
+    """Functions that reward a finished rollout, beside what the agent emits. Each is
     module:function, file.py:function, or model:NAME for a reward model. A function takes the
     rollout's trace; agentrl.rewards has ready ones. The flag can be given several times."""
     rollouts: RunnerSettings = RunnerSettings()

@@ -18,8 +18,8 @@ class AgentSettings(Table):
     python: str | None = None
     """Interpreter for the agent, of another virtual environment with agentrl's base install."""
     user: str | None = None
-    """User whose processes the agents are, so that they can neither read nor write what the run
-    has; only root can give it."""
+    """User whose processes the agents are; only root can give it. They can then neither read nor
+    write what the run has."""
     sandbox: bool = False
     """Run each agent process in bubblewrap. It sees a read-only file system without the run's
     folder and store, a /tmp and a home folder of its own, and no other processes. Each process
@@ -36,9 +36,10 @@ class AgentSettings(Table):
 
 class TrainAgentSettings(AgentSettings):
     tasks: Path
-    """Tasks to train on: a JSON-lines file, one object a line, or a JSON, CSV or Parquet file, or a
-    Hugging Face dataset, NAME or NAME:SPLIT. With harbor:PATH as the agent, PATH, a folder of
-    Harbor's tasks, is the default."""
+    """Tasks to train on: a file, a dataset, or a generator. A file is JSON lines,
+    JSON, CSV or Parquet; a dataset is Hugging Face's, NAME or NAME:SPLIT; a generator is
+    module:function of a seed. With harbor:PATH as the agent, PATH, a folder of Harbor's tasks, is
+    the default."""
 
     @model_validator(mode="before")
     @classmethod

@@ -103,9 +103,9 @@ class AlgorithmSettings(Table):
     """Advantages and losses. A loss and an estimator have their options in their own tables."""
 
     loss: LossOrFunction = "importance_sampling"
-    """Loss, with Tinker's semantics; or module:function, see own-algorithms.md."""
+    """Loss, with Tinker's semantics; or module:function. See own-algorithms.md."""
     estimator: EstimatorOrFunction = "grpo"
-    """How rewards become advantages; or module:function, see own-algorithms.md."""
+    """How rewards become advantages; or module:function. See own-algorithms.md."""
     length_normalization: Literal["token", "sequence", "rollout", "constant"] | None = None
     """The loss is a mean over tokens (default), sequences, rollouts, or a constant (dr_grpo's)."""
     length_constant: Count | None = None

@@ -66,8 +66,8 @@ class GuardSettings(Table):
     """Hours that the run may take, those before a --resume included. It ends before a step that
     would not fit."""
     max_run_tokens: Count | None = None
-    """Tokens that the models in training may read and sample in the run, evaluations included. The
-    run ends before a step that would not fit."""
+    """Tokens that the models in training may read and sample in the run. Evaluations count, too;
+    the run ends before a step that would not fit."""
     max_cost: Positive | None = None
     """US dollars that the calls of other models may cost, by LiteLLM's price table. The run ends
     before a step that would not fit."""
