@@ -69,7 +69,7 @@ def rescore(run: Run, judges: Path) -> None:
         for trace in read_traces(store, store.rollouts(run.run_id)):
             earned = {reward.name: reward.value for reward in trace.rewards}
             assert earned["tournament"] == earned["judge"]
-            assert earned["rubric"] == trace.notes["judge.rubric_agentrl_tiny"]["score"]
+            assert earned.get("rubric") == trace.notes["judge.rubric_agentrl_tiny"]["score"]
     asked = sum(row["judge/pairwise_agentrl_tiny/calls"] for row in run.steps())
     assert by_judge["pairwise_agentrl_tiny"] == asked
     assert by_judge["rubric_agentrl_tiny"] > 0

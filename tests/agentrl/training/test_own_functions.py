@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,16 @@ from agentrl.config.commands import TrainConfig
 from agentrl.config.errors import ConfigError
 from agentrl.training.setup.own_functions import check_functions, own_estimator
 from agentrl_trainer.learner.losses import LOSSES
+
+
+@pytest.fixture(autouse=True)
+def known_losses() -> Iterator[None]:
+    """Forget the losses that a test has added."""
+    before = dict(LOSSES)
+    yield
+    LOSSES.clear()
+    LOSSES.update(before)
+
 
 SOURCE = """
 import torch

@@ -142,7 +142,7 @@ class StepBatch:
             "reward/mean": fmean(scores.values()) if scores else nan,
             "reward/std": pstdev(scores.values()) if scores else nan,
             "reward/std_over_groups": pstdev(map(fmean, by_group.values())) if scores else nan,
-            **{f"reward/mean/{agent}": _mean(of) for agent, of in sorted(self.of_agents.items())},
+            **_means(self.of_agents),
             "reward/missing": len(self.rewards) - len(earned),
             "reward/without_call": len(self.unasked),
             "reward/unclaimed": self.unclaimed.total(),
@@ -313,9 +313,12 @@ def _row(
     return to_training_row(path, credit, extra)
 
 
-def _mean(earned: Mapping[str, float | None]) -> float:
-    known = [reward for reward in earned.values() if reward is not None]
-    return fmean(known) if known else nan
+def _means(of_agents: Mapping[str, Mapping[str, float | None]]) -> dict[str, float]:
+    known = {
+        agent: [reward for reward in earned.values() if reward is not None]
+        for agent, earned in sorted(of_agents.items())
+    }
+    return {f"reward/mean/{agent}": fmean(rewards) for agent, rewards in known.items() if rewards}
 
 
 def _deviations(call: Call) -> list[str]:
