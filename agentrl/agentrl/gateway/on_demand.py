@@ -195,7 +195,7 @@ class Replayer:
 def gateway_of(folder: RunFolder, store: Store, run_id: str) -> Iterator[tuple[str, GatewayPlan]]:
     """Serve the models of a run that this process has locked; yields the URL and the plan.
 
-    Its adapters answer with their newest versions. What is asked is recorded in the run's store.
+    Its adapters answer with their newest versions. The store of the run records the calls.
 
     Raises:
         ConfigError: the gateway does not start.

@@ -5,10 +5,48 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
+from agentrl.config.commands import PreferConfig, RewardModelConfig
 from agentrl.config.errors import ConfigError
-from agentrl.console.output import print_sentences
+from agentrl.console.output import print_line, print_sentences
+from agentrl.datasets.preferences import JudgedBy
 from agentrl.datasets.samples import S, Samples
+from agentrl_proxy.rendering.renderer import Renderer
+from agentrl_trainer.models.loading import ModelFacts
+
+
+def read_judged(
+    config: PreferConfig | RewardModelConfig,
+    facts: ModelFacts,
+    of_run: Callable[[Path, str, str | None, JudgedBy], Samples[S]],
+    of_file: Callable[[str, str, Renderer], Samples[S]],
+    what: str,
+) -> tuple[list[S], list[S]]:
+    """Return the pairs or scored rows to train on, and those to hold out; say how many.
+
+    Args:
+        of_run, of_file: read them from a run folder, or from a file or dataset.
+        what: their name, in the plural.
+
+    Raises:
+        ConfigError: one cannot be read, or none is left.
+    """
+    data, renderer = config.data, Renderer(facts.tokenizer)
+    longest = min(config.learning.max_length or facts.context_length, facts.context_length)
+    if data.from_run is not None:
+        found = of_run(data.from_run, config.model.name, data.where, data.by)
+    else:
+        found = of_file(data.source or "", "data.source", renderer)
+    train, held_out = train_and_held_out(
+        found, data.held_out, longest, config.run.seed,
+        lambda source: of_file(source, "data.held_out", renderer),
+    )  # fmt: skip
+    tasks = len({one.task for one in train})
+    print_line((f"train on {len(train):,} {what} of {tasks:,} prompts or tasks", "dim"))
+    if held_out:
+        print_line((f"hold out {len(held_out):,} {what}", "dim"))
+    return train, held_out
 
 
 def train_and_held_out(

@@ -7,14 +7,12 @@ from dataclasses import replace
 
 import torch
 
-from agentrl.config.commands import PreferConfig, RewardModelConfig
+from agentrl.config.commands import PreferConfig
 from agentrl.config.settings.offline import PreferenceSettings
-from agentrl.console.output import print_line
 from agentrl.datasets.preferences import RowPair, file_pairs, run_pairs
 from agentrl.offline.command import Prepared
-from agentrl.offline.examples import train_and_held_out
+from agentrl.offline.examples import read_judged
 from agentrl.training.setup.algorithm import REFERENCE
-from agentrl_proxy.rendering.renderer import Renderer
 from agentrl_trainer.client import AdamParams, TrainingClient
 from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.learner.learner import Learner
@@ -100,25 +98,5 @@ def prepare(config: PreferConfig, facts: ModelFacts) -> Prepared[RowPair]:
     Raises:
         ConfigError: a pair cannot be read, or none is left.
     """
-    return Prepared(Prefer(config.preference), *read_pairs(config, facts), refers=True)
-
-
-def read_pairs(
-    config: PreferConfig | RewardModelConfig, facts: ModelFacts
-) -> tuple[list[RowPair], list[RowPair]]:
-    """Return the pairs to train on, and those to hold out."""
-    data, renderer = config.data, Renderer(facts.tokenizer)
-    longest = min(config.learning.max_length or facts.context_length, facts.context_length)
-    if data.from_run is not None:
-        found = run_pairs(data.from_run, config.model.name, data.where, data.by)
-    else:
-        found = file_pairs(data.source or "", "data.source", renderer)
-    train, held_out = train_and_held_out(
-        found, data.held_out, longest, config.run.seed,
-        lambda source: file_pairs(source, "data.held_out", renderer),
-    )  # fmt: skip
-    tasks = len({pair.task for pair in train})
-    print_line((f"train on {len(train):,} pairs of {tasks:,} prompts or tasks", "dim"))
-    if held_out:
-        print_line((f"hold out {len(held_out):,} pairs", "dim"))
-    return train, held_out
+    examples = read_judged(config, facts, run_pairs, file_pairs, "pairs")
+    return Prepared(Prefer(config.preference), *examples, refers=True)

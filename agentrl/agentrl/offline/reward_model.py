@@ -8,12 +8,16 @@ import torch
 from torch import Tensor
 
 from agentrl.config.commands import RewardModelConfig
-from agentrl.console.output import print_line
-from agentrl.datasets.preferences import RowPair, ScoredRow, file_scores, run_scores
+from agentrl.datasets.preferences import (
+    RowPair,
+    ScoredRow,
+    file_pairs,
+    file_scores,
+    run_pairs,
+    run_scores,
+)
 from agentrl.offline.command import Prepared
-from agentrl.offline.examples import train_and_held_out
-from agentrl.offline.prefer import read_pairs
-from agentrl_proxy.rendering.renderer import Renderer
+from agentrl.offline.examples import read_judged
 from agentrl_trainer.client import AdamParams, TrainingClient
 from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.learner.losses import CustomLoss
@@ -66,26 +70,7 @@ def prepare(config: RewardModelConfig, facts: ModelFacts) -> Prepared[Rated]:
         ConfigError: an example cannot be read, or none is left.
     """
     if config.reward_model.loss == "regression":
-        train, held_out = _read_scores(config, facts)
-        return Prepared(RewardModel(), train, held_out, scores=True)
-    pairs, others = read_pairs(config, facts)
-    return Prepared(RewardModel(), pairs, others, scores=True)
-
-
-def _read_scores(
-    config: RewardModelConfig, facts: ModelFacts
-) -> tuple[list[ScoredRow], list[ScoredRow]]:
-    data, renderer = config.data, Renderer(facts.tokenizer)
-    longest = min(config.learning.max_length or facts.context_length, facts.context_length)
-    if data.from_run is not None:
-        found = run_scores(data.from_run, config.model.name, data.where, data.by)
-    else:
-        found = file_scores(data.source or "", "data.source", renderer)
-    train, held_out = train_and_held_out(
-        found, data.held_out, longest, config.run.seed,
-        lambda source: file_scores(source, "data.held_out", renderer),
-    )  # fmt: skip
-    print_line((f"train on {len(train):,} scored answers", "dim"))
-    if held_out:
-        print_line((f"hold out {len(held_out):,} scored answers", "dim"))
-    return train, held_out
+        scored = read_judged(config, facts, run_scores, file_scores, "scored answers")
+        return Prepared(RewardModel(), *scored, scores=True)
+    pairs = read_judged(config, facts, run_pairs, file_pairs, "pairs")
+    return Prepared(RewardModel(), *pairs, scores=True)

@@ -182,7 +182,10 @@ class Trainer(TrainingRun):
         Returns:
             A number for each member, or a list with one for each of its turns.
         """
-        raise NotImplementedError  # the setting decides unless a subclass overrides this
+        raise RunError(
+            f"{type(self).__name__}.advantages: there is nothing below it to call; "
+            "algorithm.estimator decides where no subclass has this method"
+        )
 
     def evaluate(self, step: int, *, last: bool = False) -> None:
         """Run the held-out tasks after ``step``, if they are due; ``last``: the run ends here."""
