@@ -159,7 +159,10 @@ async def test_a_page_beside_a_run_that_was_opened_again_is_told_nothing(
 
     watcher.start()
     page = asyncio.create_task(live())
-    await asyncio.sleep(1.5)  # it is indexed
+    async with asyncio.timeout(60):
+        while not told:  # until it is indexed
+            await asyncio.sleep(0.1)
+    await asyncio.sleep(1)
     before = list(told)
     for _ in range(5):
         watcher.look_at(again)
