@@ -150,18 +150,17 @@ async def test_a_page_beside_a_run_that_was_opened_again_is_told_nothing(
     own: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watching, "_PERIOD_S", 0.05)
-    watcher, told = watching.Watcher(), list[float]()
+    watcher, told, indexed = watching.Watcher(), list[float](), asyncio.Event()
     first, again = (open_run(RunFolder(own.root / "mine")) for _ in range(2))
 
     async def live() -> None:
         async for _ in watcher.changes(first):
             told.append(time.monotonic())
+            indexed.set()
 
     watcher.start()
     page = asyncio.create_task(live())
-    async with asyncio.timeout(60):
-        while not told:  # until it is indexed
-            await asyncio.sleep(0.1)
+    await asyncio.wait_for(indexed.wait(), 60)
     await asyncio.sleep(1)
     before = list(told)
     for _ in range(5):
