@@ -191,7 +191,7 @@ def render_prompt(
             if ids is not None:
                 continues = known
                 break
-            branched = branched or why or _reason(conversations, normal, keys[count])
+            branched = branched or _reason(conversations, normal, keys[count], why)
     if ids is None:
         ids = renderer.encode(text, limit)
     return Prompt(ids, text, normal, keys[-1], continues, branched, opened)
@@ -309,11 +309,21 @@ def _continue(
     return [*known, *renderer.encode(ending + whole[len(prefix) :], limit)]
 
 
-def _reason(conversations: Conversations, messages: list[Message], key: ConversationKey) -> Branch:
-    """Return why the last reply is not continued. ``key`` covers the messages up to it."""
+def _reason(
+    conversations: Conversations,
+    messages: list[Message],
+    key: ConversationKey,
+    why: Branch | None,
+) -> Branch:
+    """Return why the last reply is not continued.
+
+    Args:
+        key: covers the messages up to it.
+        why: what a conversation of like text tells, where none has exactly these messages.
+    """
     known = conversations.of(key.messages)
     if not known:
-        return Branch.HISTORY_EDITED
+        return why or Branch.HISTORY_EDITED
     if key.tools not in [one.tools for one in known]:
         return Branch.TOOLS_CHANGED
     if key.switches not in [one.switches for one in known]:

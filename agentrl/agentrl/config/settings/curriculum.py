@@ -40,8 +40,6 @@ class CurriculumSettings(Table):
     weights: Weights | None = None
     """Draw tasks by a weight: uncertain is p (1 - p) of the success rate p; or module:function of
     (task, p)."""
-    weight_field: str | None = None
-    """Field of each task that holds a number: draw by it, times weights."""
     pools: Pools = Field(default_factory=list[Pool])
     """Pools of tasks by success rate, each with its upper bound and share of the draws: [[0.2, 1],
     [0.8, 3], [1, 1]] draws three fifths from those with rates of 0.2 to 0.8."""

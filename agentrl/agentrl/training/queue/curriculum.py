@@ -28,17 +28,15 @@ class Curriculum:
     """The tasks of a run, and how often the rollouts of each succeeded.
 
     Raises:
-        ConfigError: a task has no number in ``weight_field``, or ``weights`` cannot be loaded.
+        ConfigError: ``weights`` cannot be loaded.
     """
 
     def __init__(self, config: TrainConfig, tasks: Sequence[Json]) -> None:
         self._how, self._tasks, self._seed = config.curriculum, tasks, config.run.seed
         self._success = config.evaluation.success_reward
         self._in_order = names_function(str(config.agent.tasks))
-        self._given = _given_weights(tasks, self._how.weight_field)
         self._weigh = _weights(self._how.weights)
-        if self._weigh is not None:  # tried before the run starts
-            self._weigh(tasks[0], 0.5)
+        self._weigh(tasks[0], 0.5)  # a function of the user is tried before the run starts
         self._used = self._how != CurriculumSettings()
         self._results: dict[int, list[list[int]]] = {}  # by task: won and all rollouts, by group
 
@@ -46,7 +44,7 @@ class Curriculum:
         """Return the indices of ``count`` tasks, after ``first`` that were drawn before, and the
         new number of drawn tasks."""
         how, open_ = self._how, self._open()
-        if how.weights or how.weight_field or how.pools:
+        if how.weights or how.pools:
             return self._weighted(open_, first, count), first + count
         drawn, known = list[int](), set(open_)
         while missing := count - len(drawn):
@@ -73,9 +71,7 @@ class Curriculum:
     def _weights(self, open_: Sequence[int]) -> dict[int, float]:
         """Return the weights above 0; all equal where there is none."""
         rates = {at: self.rate(at) for at in open_}
-        weights = {at: self._given[at] for at in open_}
-        if self._weigh is not None:
-            weights = {at: w * self._weigh(self._tasks[at], rates[at]) for at, w in weights.items()}
+        weights = {at: self._weigh(self._tasks[at], rates[at]) for at in open_}
         for index, (bound, share) in enumerate(self._how.pools):
             above = self._how.pools[index - 1][0] if index else -1.0
             pool = [at for at in open_ if above < rates[at] <= bound]
@@ -143,20 +139,11 @@ def tasks_in_order(first: int, count: int, tasks: int, seed: int) -> list[int]:
     return [orders[at // tasks][at % tasks] for at in range(first, first + count)]
 
 
-def _given_weights(tasks: Sequence[Json], field: str | None) -> list[float]:
-    if field is None:
-        return [1.0] * len(tasks)
-    for number, task in enumerate(tasks, start=1):
-        weight = task.get(field)
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not weight >= 0:
-            said = f"task {number} of agent.tasks has {field} = {weight!r}"
-            raise ConfigError(f"curriculum.weight_field: {said}; give each a number from 0")
-    return [float(task[field]) for task in tasks]
-
-
-def _weights(spec: str | None) -> Weigh | None:
-    if spec is None or spec == "uncertain":
-        return None if spec is None else lambda _, rate: rate * (1.0 - rate)
+def _weights(spec: str | None) -> Weigh:
+    if spec is None:
+        return lambda _, rate: 1.0
+    if spec == "uncertain":
+        return lambda _, rate: rate * (1.0 - rate)
     function: Callable[..., Any] = load_function(spec, "curriculum.weights")
 
     def weigh(task: Json, rate: float) -> float:
