@@ -131,7 +131,7 @@ def test_weights_may_be_a_function(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_function_that_is_not_there_is_named() -> None:
-    with pytest.raises(ConfigError, match="curriculum.weights: .*no module 'no_such_module'"):
+    with pytest.raises(ConfigError, match=r"curriculum.weights: .*no module 'no_such_module'"):
         curriculum(2, weights="no_such_module:weigh")
 
 
