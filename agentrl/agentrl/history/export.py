@@ -111,6 +111,7 @@ def row_records(run: OpenRun, where: str, *, imitated: bool = False) -> Iterator
                     "group": row["group"],
                     "task": f"{row['purpose']}-{row['task']}",
                     "reward": row["reward"],
+                    "rewards": row["rewards"],
                     "adapter": made.adapter,
                     "calls": path.call_ids,
                     "tokens": made.tokens,

@@ -2,8 +2,8 @@
 
 The order of the examples depends on the seed and the epoch alone, and whether the run ends early on
 the held-out losses in its metrics. So a run that is resumed at a checkpoint makes the same steps
-again, bit for bit. The checkpoint is the last word on a step: it holds the step's row of metrics,
-and the row is logged after it.
+again, bit for bit. A step is logged before its checkpoint; what was logged after the newest
+checkpoint is dropped by a resumed run.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from agentrl.config.commands import OfflineConfig
 from agentrl.config.errors import ConfigError
 from agentrl.console.offline import OfflineDisplay
-from agentrl.offline.objective import Objective
+from agentrl.datasets.samples import Example
+from agentrl.offline.objectives import Objective
 from agentrl.process_privacy import private_files
 from agentrl.runs.best_adapter import keep_best
-from agentrl.runs.folder import RunFolder, strict
+from agentrl.runs.folder import RunFolder
 from agentrl.runs.learning_curve import draw_learning_curve
 from agentrl.runs.metric_names import HELD_OUT_LOSS, LOSS
 from agentrl.training.metrics import finite_numbers
@@ -33,8 +34,6 @@ from agentrl.training.setup.clients import TrainingClients
 from agentrl_tracer.store import Store
 from agentrl_trainer.client import AdamParams
 from agentrl_trainer.learner.optimizers import schedule_factor
-
-E = TypeVar("E")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ class OfflineSummary:
 
 
 @dataclass
-class OfflineRun(Generic[E]):
+class OfflineRun:
     """A run, fresh or resumed, whose base model is loaded.
 
     Args:
@@ -64,9 +63,9 @@ class OfflineRun(Generic[E]):
     """
 
     config: OfflineConfig
-    objective: Objective[E]
-    examples: Sequence[E]
-    held_out: Sequence[E]
+    objective: Objective
+    examples: Sequence[Example]
+    held_out: Sequence[Example]
     folder: RunFolder
     store: Store
     run_id: str
@@ -100,7 +99,7 @@ class OfflineRun(Generic[E]):
         known = self.held_out_losses
         return min(known, key=lambda step: (known[step], step), default=None)
 
-    def batch(self, step: int) -> list[E]:
+    def batch(self, step: int) -> list[Example]:
         """Return the examples of a step, counted from 1."""
         epoch, at = divmod(step - 1, self.per_epoch)
         order = _shuffled(len(self.examples), f"{self.config.run.seed}/{epoch}")
@@ -134,8 +133,8 @@ class OfflineRun(Generic[E]):
         path = self.folder.adapter_version(self.name, step)
         self.client.save_weights_for_sampler(path).result()
 
-    def checkpoint(self, step: int, row: Mapping[str, Any]) -> None:
-        meta = {"run_id": self.run_id, "examples": self.fingerprint, "row": strict(row)}
+    def checkpoint(self, step: int) -> None:
+        meta = {"run_id": self.run_id, "examples": self.fingerprint}
         self.backend.service.save_checkpoint(
             self.folder.checkpoints, step, meta=meta, keep=self.config.run.keep_checkpoints
         ).result()
@@ -165,9 +164,6 @@ class OfflineRun(Generic[E]):
             )
         self.folder.drop_metrics_after(step)
         self.store.drop_metrics_after(self.run_id, step)
-        rows = self.folder.read_metrics()
-        if meta and not any(row["step"] == step and LOSS in row for row in rows):
-            self.log(step, meta["row"])
         for path in (self.folder.adapters / self.name).glob("v*"):
             if path.name[1:].isdigit() and int(path.name[1:]) > step:
                 shutil.rmtree(path)
@@ -183,7 +179,7 @@ def _shuffled(count: int, seed: str) -> list[int]:
 
 
 @private_files()
-def train_offline(run: OfflineRun[E]) -> OfflineSummary:
+def train_offline(run: OfflineRun) -> OfflineSummary:
     """Train to the end.
 
     Raises:
@@ -199,7 +195,7 @@ def train_offline(run: OfflineRun[E]) -> OfflineSummary:
     return finish(run, step)
 
 
-def train_step(run: OfflineRun[E], step: int) -> None:
+def train_step(run: OfflineRun, step: int) -> None:
     """Update the adapter on the next examples, and write a checkpoint if it is due."""
     began = time.perf_counter()
     adam = AdamParams(run.learning_rate(step), grad_clip_norm=run.config.learning.max_grad_norm)
@@ -214,13 +210,13 @@ def train_step(run: OfflineRun[E], step: int) -> None:
             )
         run.display.note(f"step {step} was not applied: its loss or gradient was not finite")
     row["seconds/update"] = time.perf_counter() - began
-    if step % run.config.run.checkpoint_every == 0 or step == run.steps:
-        run.checkpoint(step, row)
     run.log(step, row)
+    if step % run.config.run.checkpoint_every == 0 or step == run.steps:
+        run.checkpoint(step)
     run.display.step(row)
 
 
-def measure_if_due(run: OfflineRun[E], step: int) -> None:
+def measure_if_due(run: OfflineRun, step: int) -> None:
     """Measure the held-out examples, save the adapter, and keep the best one."""
     due = step % run.config.evaluation.every == 0 or step == run.steps
     if not run.held_out or not due or step in run.held_out_losses:
@@ -237,7 +233,7 @@ def measure_if_due(run: OfflineRun[E], step: int) -> None:
     run.display.measured(step, loss, run.best or 0)
 
 
-def finish(run: OfflineRun[E], step: int) -> OfflineSummary:
+def finish(run: OfflineRun, step: int) -> OfflineSummary:
     """Write the final adapter, the picture and ``summary.json``."""
     folder, why = run.folder, run.why_end() if step < run.steps else None
     run.save_version(step)

@@ -11,48 +11,50 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from agentrl.config.commands import OfflineConfig
+from agentrl.config.commands import OfflineConfig, SftConfig
 from agentrl.config.errors import ConfigError
-from agentrl.offline.command import Prepared, run_offline
+from agentrl.datasets.samples import Example, weighted_row
+from agentrl.offline.command import run_offline
 from agentrl.offline.run import OfflineRun, OfflineSummary
-from agentrl.offline.sft import Sft
 from agentrl.runs.folder import RunFolder
 from agentrl.runs.recorded import open_store, state_of
-from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.models.loading import ModelFacts
 
 
-def rows(facts: ModelFacts, numbers: range, said: str = "I am {}.") -> list[TrainingRow]:
-    made: list[TrainingRow] = []
+def rows(facts: ModelFacts, numbers: range, said: str = "I am {}.") -> list[Example]:
+    made: list[Example] = []
     for number in numbers:
         asked = {"role": "user", "content": f"Let's play a game. Say you are {number}."}
         prompt: Any = facts.tokenizer.apply_chat_template(
             [asked], add_generation_prompt=True, return_dict=False
         )
         answer = [*facts.tokenizer.encode(said.format(number)), facts.tokenizer.eos_token_id]
-        mask = [False] * len(prompt) + [True] * len(answer)
-        weights = [float(on) for on in mask]
-        made.append(TrainingRow([*prompt, *answer], mask, [0.0] * len(mask), weights))
+        weights = [0.0] * len(prompt) + [1.0] * len(answer)
+        made.append(Example((weighted_row([*prompt, *answer], weights),), str(number)))
     return made
 
 
-def config(folder: Path, **tables: dict[str, Any]) -> OfflineConfig:
+def config(folder: Path, **tables: dict[str, Any]) -> SftConfig:
     given: dict[str, Any] = {
+        "data": {"source": "chats.jsonl", "held_out": "held_out.jsonl"},
         "learning": {"epochs": 2, "batch_size": 8, "rank": 8, "learning_rate": 3e-3},
         "evaluation": {"every": 2},
         "run": {"folder": str(folder), "name": "first", "checkpoint_every": 2},
     }
     for name, table in tables.items():
         given[name] = given.get(name, {}) | table
-    return OfflineConfig.model_validate(given)
+    return SftConfig.model_validate(given)
 
 
-def prepared(facts: ModelFacts) -> Prepared[TrainingRow]:
-    return Prepared(Sft(), rows(facts, range(100, 132)), rows(facts, range(1000, 1008)))
+Examples = tuple[list[Example], list[Example]]
+
+
+def read(_: OfflineConfig, facts: ModelFacts) -> Examples:
+    return rows(facts, range(100, 132)), rows(facts, range(1000, 1008))
 
 
 def train(folder: Path, resume: Path | None = None, **tables: dict[str, Any]) -> OfflineSummary:
-    return run_offline(config(folder, **tables), resume, "sft", prepared)
+    return run_offline(config(folder, **tables), resume, read)
 
 
 def weights(folder: RunFolder) -> dict[str, bytes]:
@@ -101,12 +103,12 @@ def test_every_epoch_has_all_examples_in_an_order_of_its_own() -> None:
 
 
 def test_it_ends_early_and_keeps_the_best(tmp_path: Path) -> None:
-    def overfits(facts: ModelFacts) -> Prepared[TrainingRow]:
+    def overfits(_: OfflineConfig, facts: ModelFacts) -> Examples:
         other = rows(facts, range(1000, 1004), "I am not {}.")
-        return Prepared(Sft(), rows(facts, range(100, 116)), other)
+        return rows(facts, range(100, 116)), other
 
     how = config(tmp_path, learning={"epochs": 9}, evaluation={"every": 1, "patience": 2})
-    summary = run_offline(how, None, "sft", overfits)
+    summary = run_offline(how, None, overfits)
     assert summary.why is not None
     assert "evaluation.patience: 2 measures in a row" in summary.why
     assert summary.best is not None
@@ -125,8 +127,8 @@ def test_a_resumed_run_refuses_what_would_make_other_steps(
         train(root.parent, root, learning={"rank": 4})
     with pytest.raises(ConfigError, match=r"resume: .* was trained on other examples"):
         run_offline(
-            config(root.parent), root, "sft",
-            lambda facts: Prepared(Sft(), rows(facts, range(9)), rows(facts, range(3))),
+            config(root.parent), root,
+            lambda _, facts: (rows(facts, range(9)), rows(facts, range(3))),
         )  # fmt: skip
     with pytest.raises(ConfigError, match=r"name: .* exists already; .* --resume"):
         train(root.parent)
