@@ -95,11 +95,14 @@ def _of_sharegpt(said: Iterable[Any]) -> Iterable[Json]:
             raise ValueError(f"{what}.from: {one.get('from')!r} is none of {', '.join(_ROLES)}")
         message: Json = {"role": role, "content": one["value"]}
         if one["from"] == "function_call":
-            given = _json(one["value"], f"{what}.value: a function_call")
-            calls = enumerate(given if isinstance(given, list) else [given])
-            made = [{"id": f"call_{at}_{i}", "type": "function", "function": f} for i, f in calls]
-            waiting.extend(call["id"] for call in made)
-            message |= {"content": "", "tool_calls": made}
+            given = _json(one["value"], f"{what}.value")
+            calls: list[Json] = []
+            for i, function in enumerate(given if isinstance(given, list) else [given]):
+                if not isinstance(function, dict) or not {"name", "arguments"} <= function.keys():
+                    raise ValueError(f"{what}.value: a function_call has a name and arguments")
+                calls.append({"id": f"call_{at}_{i}", "type": "function", "function": function})
+            waiting.extend(call["id"] for call in calls)
+            message |= {"content": "", "tool_calls": calls}
         elif role == "tool":
             message["tool_call_id"] = waiting.popleft() if waiting else f"call_{at}"
         yield message | {name: one[name] for name in ("weight", "train") if name in one}

@@ -48,16 +48,22 @@ def _run_of_model(path: Path, model: str) -> Iterator[OpenRun]:
 
 
 def _rollouts(run: OpenRun, where: str, left_out: Counter[str]) -> list[Rollout]:
-    """Return the rollouts that match and have rows; count the others."""
+    """Return the rollouts that match and have rows; count the others.
+
+    Raises:
+        ConfigError: none matches, or ``where`` is wrong.
+    """
 
     def count(where: str) -> int:
         return find_rollouts(run.index, Query(where, limit=1)).total
 
+    if not (matching := count(where)):
+        raise ConfigError(f"data.where: the run has no rollout with {where}; give another --where")
     records = row_records(run, where, imitated=True)
     found = [list(rows) for _, rows in groupby(records, key=lambda row: row["rollout"])]
     held_out = count(f"({where}) and purpose == 'eval'") if withholds(run, where) else 0
     left_out["rollouts of held-out tasks (name purpose in --where to take them)"] += held_out
-    without = count(where) - held_out - len(found)
+    without = matching - held_out - len(found)
     left_out["rollouts without an answer of a model that is sampled here"] += without
     return found
 
@@ -184,6 +190,11 @@ def _judged(
         longest = max(records, key=lambda one: len(one["tokens"]))
         row = weighted_row(longest["tokens"], [float(on) for on in longest["mask"]])
         found.append((longest, Example((row,), longest["task"], value)))
+    if not found and data.by == "feedback":
+        raise ConfigError(
+            f"data.by: nobody has judged any of these {len(rollouts)} rollouts of {data.from_run}; "
+            "give them thumbs or scores in `agentrl ui`, pairs need two of a group; or leave --by out"
+        )
     return found
 
 

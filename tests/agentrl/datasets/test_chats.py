@@ -68,7 +68,7 @@ def test_weights_are_those_of_openai_or_say_what_trains() -> None:
         ({"conversations": [{"from": "human"}]}, r"conversations\[0\]: give an object with from"),
         (
             {"conversations": [{"from": "function_call", "value": "price"}]},
-            r"conversations\[0\]\.value: a function_call is JSON",
+            r"conversations\[0\]\.value: is text, but no JSON",
         ),
     ],
 )

@@ -118,9 +118,9 @@ def test_served_calls_are_rows(tmp_path: Path) -> None:
     ]
     with closing(Store(str(url))) as store:
         store.write_calls("boot", [], calls, 5)
-    found = served_samples(config({"from_served": url}))
+    found = served_samples(config({"from_served": str(url)}))
     rows = sorted((one.rows[0].tokens, one.rows[0].mask) for one in found.kept)
     assert rows == [([1, 2], [False, True]), ([1, 2, 3, 4], [False, False, True, True])]
     assert sorted(found.left_out.values()) == [1, 2]
     with pytest.raises(ConfigError, match=r"data.from_served: .* is not there"):
-        served_samples(config({"from_served": tmp_path / "none.db"}))
+        served_samples(config({"from_served": str(tmp_path / "none.db")}))
