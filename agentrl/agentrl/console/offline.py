@@ -12,7 +12,7 @@ from rich.text import Text
 from agentrl.console.output import console, plain, print_line, print_sentences, whole
 from agentrl.console.report import adapter_flags, serve_command
 from agentrl.console.tables import NAME_WIDTH, facts, sparkline
-from agentrl.runs.folder import is_reward_model
+from agentrl.runs.folder import RunFolder, is_reward_model
 from agentrl.runs.recorded import shown
 
 if TYPE_CHECKING:
@@ -57,9 +57,9 @@ class OfflineDisplay(Progress):
         print_sentences(f"note: {plain(message)}", "yellow")
 
 
-def offline_report(summary: OfflineSummary, model: ModelSettings) -> Group:
+def offline_report(folder: RunFolder, summary: OfflineSummary, model: ModelSettings) -> Group:
     """Show the losses, how held-out pairs or scores were told apart, and where things are."""
-    losses, known, folder = summary.losses, summary.held_out, summary.folder
+    losses, known = summary.loss, summary.held_out
     drawn = sparkline(losses[-_CURVE_WIDTH:])
     rows: list[tuple[str, str | Text]] = [
         ("loss", f"{losses[0]:.4f} → [b]{losses[-1]:.4f}[/] in {summary.steps} steps  {drawn}")

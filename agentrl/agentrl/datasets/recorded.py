@@ -15,7 +15,7 @@ from agentrl.config.secrets import store_url
 from agentrl.config.setting_names import recorded
 from agentrl.datasets.samples import Example, Samples, weighted_row
 from agentrl.history.evaluations import success_reward
-from agentrl.history.export import paths_of, row_records, withholds
+from agentrl.history.export import paths_of, row_records, training_only
 from agentrl.history.rollout_table import Query, find_rollouts
 from agentrl.history.sources import OpenRun, open_run
 from agentrl.runs.folder import RunFolder
@@ -61,7 +61,7 @@ def _rollouts(run: OpenRun, where: str, left_out: Counter[str]) -> list[Rollout]
         raise ConfigError(f"data.where: the run has no rollout with {where}; give another --where")
     records = row_records(run, where, imitated=True)
     found = [list(rows) for _, rows in groupby(records, key=lambda row: row["rollout"])]
-    held_out = count(f"({where}) and purpose == 'eval'") if withholds(run, where) else 0
+    held_out = count(f"({where}) and purpose == 'eval'") if training_only(run, where) else 0
     left_out["rollouts of held-out tasks (name purpose in --where to take them)"] += held_out
     without = matching - held_out - len(found)
     left_out["rollouts without an answer of a model that is sampled here"] += without
@@ -192,8 +192,8 @@ def _judged(
         found.append((longest, Example((row,), longest["task"], value)))
     if not found and data.by == "feedback":
         raise ConfigError(
-            f"data.by: nobody has judged any of these {len(rollouts)} rollouts of {data.from_run}; "
-            "give them thumbs or scores in `agentrl ui`, pairs need two of a group; or leave --by out"
+            f"data.by: nobody has judged any of these {len(rollouts)} rollouts of {data.from_run}. "
+            "Give thumbs or scores in `agentrl ui`, for a pair to two of a group, or leave --by out"
         )
     return found
 

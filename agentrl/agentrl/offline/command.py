@@ -90,7 +90,7 @@ def run_offline(
             note_failure(folder, error)
             store.end_run(run_id, "failed")
             raise
-    print_block(offline_report(summary, config.model))
+    print_block(offline_report(folder, summary, config.model))
     return summary
 
 

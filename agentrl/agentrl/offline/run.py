@@ -14,7 +14,7 @@ import random
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -38,18 +38,17 @@ from agentrl_trainer.learner.optimizers import schedule_factor
 
 @dataclass(frozen=True, slots=True)
 class OfflineSummary:
-    """How a run ended."""
+    """How a run ended, as ``summary.json`` says it."""
 
-    folder: RunFolder
     steps: int
-    losses: list[float]
+    loss: list[float]
     """Of the steps' own examples, before each update."""
     held_out: dict[int, float]
     """Held-out losses by step."""
     best: int | None
     """The step with the lowest held-out loss, of equal ones the earliest."""
     seconds: float
-    why: str | None = None
+    why: str | None
     """Why it ended before its last step."""
 
 
@@ -102,7 +101,7 @@ class OfflineRun:
     def batch(self, step: int) -> list[Example]:
         """Return the examples of a step, counted from 1."""
         epoch, at = divmod(step - 1, self.per_epoch)
-        order = _shuffled(len(self.examples), f"{self.config.run.seed}/{epoch}")
+        order = _order(len(self.examples), f"{self.config.run.seed}/{epoch}")
         size = self.config.learning.batch_size
         return [self.examples[i] for i in order[at * size : (at + 1) * size]]
 
@@ -172,10 +171,8 @@ class OfflineRun:
 
 
 @lru_cache(maxsize=1)
-def _shuffled(count: int, seed: str) -> list[int]:
-    order = list(range(count))
-    random.Random(seed).shuffle(order)
-    return order
+def _order(count: int, seed: str) -> list[int]:
+    return random.Random(seed).sample(range(count), count)
 
 
 @private_files()
@@ -243,13 +240,9 @@ def finish(run: OfflineRun, step: int) -> OfflineSummary:
     title = f"{folder.name}: {run.objective.name} of {run.config.model.name}"
     losses = ((LOSS, "loss of the step's examples"), (HELD_OUT_LOSS, "held-out loss"))
     draw_learning_curve(rows, title, folder.picture, *losses)
-    summary = OfflineSummary(
-        folder, step, [row[LOSS] for row in rows if LOSS in row], run.held_out_losses, run.best,
-        time.perf_counter() - run.began, why,
-    )  # fmt: skip
-    written = {"steps": step, "loss": summary.losses, "held_out": summary.held_out}
-    written |= {"best": summary.best, "seconds": round(summary.seconds, 2), "why": why}
-    folder.write_json(folder.summary, written)
+    loss, seconds = [row[LOSS] for row in rows if LOSS in row], time.perf_counter() - run.began
+    summary = OfflineSummary(step, loss, run.held_out_losses, run.best, round(seconds, 2), why)
+    folder.write_json(folder.summary, asdict(summary))
     run.store.end_run(run.run_id, "finished")
     run.backend.close()
     return summary

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,25 +70,33 @@ def losses(folder: RunFolder) -> list[tuple[Any, ...]]:
     ]
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> OfflineSummary:
+@dataclass
+class Whole:
     """A run that nothing has interrupted."""
-    return train(tmp_path_factory.mktemp("whole"))
+
+    summary: OfflineSummary
+    folder: RunFolder
 
 
-def test_the_held_out_loss_falls_and_the_folder_is_that_of_a_run(whole: OfflineSummary) -> None:
-    folder = whole.folder
-    assert whole.steps == 8
-    assert [*whole.held_out] == [0, 2, 4, 6, 8]
-    assert whole.held_out[8] < 0.5 * whole.held_out[0]
-    assert whole.best == 8
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    home = tmp_path_factory.mktemp("whole")
+    return Whole(train(home), RunFolder(home / "first"))
+
+
+def test_the_held_out_loss_falls_and_the_folder_is_that_of_a_run(whole: Whole) -> None:
+    folder, summary = whole.folder, whole.summary
+    assert summary.steps == 8
+    assert [*summary.held_out] == [0, 2, 4, 6, 8]
+    assert summary.held_out[8] < 0.5 * summary.held_out[0]
+    assert summary.best == 8
     assert weights(folder)
     best = load_file(str(folder.best_adapter / "adapter_model.safetensors"))
     assert {name: value.numpy().tobytes() for name, value in best.items()} == weights(folder)
     store, row = open_store(folder, read_only=True)
     with contextlib.closing(store):
         assert (row["kind"], state_of(folder, row)) == ("sft", "finished")
-        assert store.metrics(row["id"], ["eval/loss"])[8]["eval/loss"] == whole.held_out[8]
+        assert store.metrics(row["id"], ["eval/loss"])[8]["eval/loss"] == summary.held_out[8]
     assert json.loads(folder.summary.read_text())["best"] == 8
     assert folder.picture.stat().st_size > 1000
 
@@ -113,15 +122,14 @@ def test_it_ends_early_and_keeps_the_best(tmp_path: Path) -> None:
     assert "evaluation.patience: 2 measures in a row" in summary.why
     assert summary.best is not None
     assert summary.steps == summary.best + 2 < 18
-    assert json.loads(summary.folder.summary.read_text())["why"] == summary.why
-    best = summary.folder.adapter_version("policy", summary.best) / "adapter_model.safetensors"
-    kept = summary.folder.best_adapter / "adapter_model.safetensors"
+    folder = RunFolder(tmp_path / "first")
+    assert json.loads(folder.summary.read_text())["why"] == summary.why
+    best = folder.adapter_version("policy", summary.best) / "adapter_model.safetensors"
+    kept = folder.best_adapter / "adapter_model.safetensors"
     assert kept.read_bytes() == best.read_bytes()
 
 
-def test_a_resumed_run_refuses_what_would_make_other_steps(
-    whole: OfflineSummary, tmp_path: Path
-) -> None:
+def test_a_resumed_run_refuses_what_would_make_other_steps(whole: Whole, tmp_path: Path) -> None:
     root = shutil.copytree(whole.folder.root, tmp_path / "first")  # that one is locked
     with pytest.raises(ConfigError, match=r"learning.rank: .* was started with 8, not 4\."):
         train(root.parent, root, learning={"rank": 4})
