@@ -86,20 +86,7 @@ def run_samples(config: SftConfig) -> Samples:
         rollouts = _rollouts(run, data.where or usual, found.left_out)
     if data.best_of:
         rollouts.sort(key=lambda records: -(records[0]["reward"] or 0.0))
-    taken, seen = Counter[str](), set[tuple[int, ...]]()
-    for records in rollouts:
-        task = records[0]["task"]
-        new = [one for one in records if tuple(one["tokens"]) not in seen]
-        if not new:
-            found.left_out["rollouts with the same tokens as another"] += 1
-        elif data.best_of and taken[task] >= data.best_of:
-            found.left_out[f"rollouts beside the best {data.best_of} of their task"] += 1
-        else:
-            taken[task] += 1
-            seen.update(tuple(one["tokens"]) for one in new)
-            rows = (_row(one["tokens"], one["mask"], config) for one in new)
-            found.kept += [Example((row,), task) for row in rows]
-    return found
+    return _without_copies(rollouts, config, "rollouts", found)
 
 
 def served_samples(config: SftConfig) -> Samples:
@@ -108,23 +95,38 @@ def served_samples(config: SftConfig) -> Samples:
     Raises:
         ConfigError: there is no such store.
     """
-    url = config.data.from_served or ""
+    url, found = config.data.from_served or "", Samples()
     if "://" not in url and not Path(url).is_file():  # else it would be made
         raise ConfigError(f"data.from_served: {url} is not there; `agentrl serve` makes it")
-    found, seen = Samples(), set[tuple[int, ...]]()
     with closing(Store(store_url(url), read_only=True)) as store:
         calls = store.newest_calls(None, None)
+    made: list[Rollout] = []
     for call in reversed(calls):
-        paths = paths_of([call], imitated=True)
-        if not paths:
+        if paths := paths_of([call], imitated=True):
+            row = to_training_row(paths[0], {call.id: 1.0})
+            made.append([{"task": call.id, "tokens": row.tokens, "mask": row.mask}])
+        else:
             found.left_out["calls that failed, or were answered by another server's model"] += 1
-            continue
-        row = to_training_row(paths[0], {call.id: 1.0})
-        if tuple(row.tokens) in seen:
-            found.left_out["calls with the same tokens as another"] += 1
-            continue
-        seen.add(tuple(row.tokens))
-        found.kept.append(Example((_row(row.tokens, row.mask, config),), call.id))
+    return _without_copies(made, config, "calls", found)
+
+
+def _without_copies(
+    rollouts: Sequence[Rollout], config: SftConfig, what: str, found: Samples
+) -> Samples:
+    """Add the rows of those that say something new, of each task the first ``best_of``."""
+    taken, seen, best_of = Counter[str](), set[tuple[int, ...]](), config.data.best_of
+    for records in rollouts:
+        task = records[0]["task"]
+        new = [one for one in records if tuple(one["tokens"]) not in seen]
+        if not new:
+            found.left_out[f"{what} with the same tokens as another"] += 1
+        elif best_of and taken[task] >= best_of:
+            found.left_out[f"{what} beside the best {best_of} of their task"] += 1
+        else:
+            taken[task] += 1
+            seen.update(tuple(one["tokens"]) for one in new)
+            rows = (_row(one["tokens"], one["mask"], config) for one in new)
+            found.kept += [Example((row,), task) for row in rows]
     return found
 
 
