@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +28,8 @@ from agentrl_trainer.data.advantages import CreditSettings, Scaling, group_advan
 from agentrl_trainer.data.batch_assembly import LengthNormalization, normalize_lengths
 from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.learner.losses import LOSSES
-from agentrl_trainer.learner.preference_losses import (
-    PreferenceOptions,
-    mismatched,
-    pair_loss,
-)
-from agentrl_trainer.learner.reward_head import bradley_terry
+from agentrl_trainer.learner.preference_losses import mismatched, pair_loss
+from agentrl_trainer.learner.reward_head import pair_scores_loss
 
 PYTHON = python_with("trl", "AGENTRL_TRL_PYTHON")
 pytestmark = [
@@ -192,12 +187,12 @@ def test_value_gradient_and_metrics_are_trls(ask: Ask, name: str) -> None:
 # ---- pairs of answers
 
 # our loss: TRL's, and its arguments
-PREFERENCES: dict[str, tuple[str, dict[str, Any], PreferenceOptions]] = {
-    "dpo": ("sigmoid", {"loss_types": ["sigmoid"], "beta": 0.3}, PreferenceOptions(0.3)),
-    "ipo": ("ipo", {"loss_types": ["ipo"], "beta": 0.7}, PreferenceOptions(0.7)),
-    "kto": ("kto", {"beta": 0.2}, PreferenceOptions(0.2)),
-    "orpo": ("orpo", {"beta": 0.4}, PreferenceOptions(0.4)),
-    "simpo": ("simpo", {"beta": 2.0, "simpo_gamma": 0.6}, PreferenceOptions(2.0, gamma=0.6)),
+PREFERENCES: dict[str, tuple[str, dict[str, Any]]] = {
+    "dpo": ("sigmoid", {"loss_types": ["sigmoid"], "beta": 0.3}),
+    "ipo": ("ipo", {"loss_types": ["ipo"], "beta": 0.7}),
+    "kto": ("kto", {"beta": 0.2}),
+    "orpo": ("orpo", {"beta": 0.4}),
+    "simpo": ("simpo", {"beta": 2.0, "simpo_gamma": 0.6}),
 }
 # Rows of pairs, chosen and rejected in turn.
 PAIR_LOGPROBS = torch.cat([LOGPROBS, LOGPROBS + 0.4], 1)[[0, 2, 1, 3]] * 0.7
@@ -208,7 +203,7 @@ PAIR_REFERENCE = PAIR_LOGPROBS + 0.1 * torch.randn(4, 18, dtype=torch.float64, g
 @pytest.mark.parametrize("name", list(PREFERENCES))
 @pytest.mark.parametrize("kl", [0.8, -0.8])  # TRL's and ours is never negative
 def test_preference_losses_are_trls(ask: Ask, name: str, kl: float) -> None:
-    theirs_name, args, options = PREFERENCES[name]
+    theirs_name, args = PREFERENCES[name]
     logprobs = PAIR_LOGPROBS.where(PAIR_MASK, 0.0)
     reference = PAIR_REFERENCE.where(PAIR_MASK, 0.0)
     batch = {
@@ -224,7 +219,8 @@ def test_preference_losses_are_trls(ask: Ask, name: str, kl: float) -> None:
         for mask, known in zip(PAIR_MASK.tolist(), reference.tolist(), strict=True)
     ]
     lp = torch.cat([torch.zeros(4, 1, dtype=torch.float64), logprobs], 1).requires_grad_()
-    loss, metrics = pair_loss(name, replace(options, kl=max(kl, 0.0)))(rows, list(lp * 1.0))
+    function = pair_loss(name, args["beta"], gamma=args.get("simpo_gamma", 1.0), kl=max(kl, 0.0))
+    loss, metrics = function(rows, list(lp * 1.0))
     (gradient,) = torch.autograd.grad(loss, lp)
     # In the learner the log-probs beyond the mask are constants.
     trained = torch.stack([PAIR_MASK[0::2], PAIR_MASK[1::2]])
@@ -257,7 +253,7 @@ def test_bradley_terry_is_trls(ask: Ask) -> None:
     chosen, rejected = [1.3, -0.2, 4.0], [0.9, 0.1, -30.0]
     theirs = ask("bradley_terry", chosen=chosen, rejected=rejected)
     both = torch.tensor([chosen, rejected], dtype=torch.float64, requires_grad=True)
-    loss, metrics = bradley_terry(both[0], both[1])
+    loss, metrics = pair_scores_loss([], list(both.T.flatten()))
     (gradient,) = torch.autograd.grad(loss, both)
     close(loss.detach(), theirs["loss"])
     close(gradient.flatten(), theirs["gradient"])

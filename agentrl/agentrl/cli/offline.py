@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from agentrl.cli import Tokens
-from agentrl.config.commands import PreferConfig, RewardModelConfig, SftConfig
+from agentrl.config.commands import OfflineConfig, PreferConfig, RewardModelConfig, SftConfig
 from agentrl.config.loading import load, resume_of
+from agentrl.timing import heavy_imports
 
 
 def sft_command(*tokens: Tokens) -> None:
@@ -17,11 +16,7 @@ def sft_command(*tokens: Tokens) -> None:
     are written by the model's chat template, as the gateway writes them. The result is a run like
     any other: `agentrl eval` and `agentrl serve` take its folder as --adapter-path.
     """
-    config, resume = load(SftConfig, tokens), resume_of(tokens, "sft")
-    from agentrl.offline.command import run_offline
-    from agentrl.offline.sft import prepare
-
-    run_offline(config, resume, "sft", partial(prepare, config))
+    _train(SftConfig, "sft", tokens)
 
 
 def prefer_command(*tokens: Tokens) -> None:
@@ -31,11 +26,7 @@ def prefer_command(*tokens: Tokens) -> None:
     reward or by people's feedback. The result is a run like any other: `agentrl eval` and `agentrl
     serve` take its folder as --adapter-path.
     """
-    config, resume = load(PreferConfig, tokens), resume_of(tokens, "prefer")
-    from agentrl.offline.command import run_offline
-    from agentrl.offline.prefer import prepare
-
-    run_offline(config, resume, "prefer", partial(prepare, config))
+    _train(PreferConfig, "prefer", tokens)
 
 
 def reward_model_command(*tokens: Tokens) -> None:
@@ -45,8 +36,12 @@ def reward_model_command(*tokens: Tokens) -> None:
     files or from a run. A training takes it as a reward with --rewards model:NAME; `agentrl export`
     writes it in the form of transformers' AutoModelForSequenceClassification.
     """
-    config, resume = load(RewardModelConfig, tokens), resume_of(tokens, "reward-model")
-    from agentrl.offline.command import run_offline
-    from agentrl.offline.reward_model import prepare
+    _train(RewardModelConfig, "reward-model", tokens)
 
-    run_offline(config, resume, "reward-model", partial(prepare, config))
+
+def _train(command: type[OfflineConfig], kind: str, tokens: tuple[Tokens, ...]) -> None:
+    config, resume = load(command, tokens), resume_of(tokens, kind)
+    with heavy_imports():
+        from agentrl.offline.command import run_offline
+
+    run_offline(config, resume)

@@ -16,12 +16,12 @@ from agentrl.config.settings.algorithm import AlgorithmSettings, table_of
 from agentrl_trainer.names import check_name
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
+
     from agentrl.config.commands import (
         ModelCommand,
-        PreferConfig,
-        RewardModelConfig,
+        OfflineConfig,
         ScoredCommand,
-        SftConfig,
         TrainConfig,
     )
 
@@ -40,12 +40,12 @@ _LOCAL_ONLY = {
 """Settings that must keep their defaults over Tinker, and why."""
 
 
-def _changed(config: ModelCommand) -> list[str]:
+def _changed(config: BaseModel) -> list[str]:
     """Names of the settings that differ from their defaults."""
     return list(flattened(config.model_dump(exclude_defaults=True)))
 
 
-def _check_effect(config: ModelCommand, needs: dict[str, tuple[bool, str]]) -> None:
+def _check_effect(config: BaseModel, needs: dict[str, tuple[bool, str]]) -> None:
     """Refuse changed settings without effect: by setting or table, whether and why it has one."""
     changed = _changed(config)
     for name, (has_effect, what) in needs.items():
@@ -233,46 +233,33 @@ def check_models(config: ModelCommand) -> None:
                 )
 
 
-# ---- agentrl sft
+# ---- agentrl sft, prefer, reward-model
 
 
-def check_sft(config: SftConfig) -> None:
+def check_offline(config: OfflineConfig) -> None:
     data = config.data
-    given = [one for one in ("source", "from_run", "from_served") if getattr(data, one) is not None]
+    flags = {"source": "--data FILE", "from_run": "--from-run RUN"}
+    if hasattr(data, "from_served"):
+        flags["from_served"] = "--from-served STORE"
+    given = [name for name in flags if getattr(data, name) is not None]
     if len(given) != 1:
         raise ValueError(
-            f"data.{given[1] if given else 'source'}: give one of --data FILE, --from-run RUN and "
-            f"--from-served STORE, not {'several' if given else 'none'}"
+            f"data.{given[1] if given else 'source'}: give one of {', '.join(flags.values())}, not "
+            f"{'several' if given else 'none'}"
         )
+    of_run = data.from_run is not None, "data.from_run, whose rollouts it selects or judges"
+    preference = getattr(config, "preference", None)
+    loss = None if preference is None else preference.loss
+    _check_effect(config, {
+        "data.best_of": of_run,
+        "data.where": of_run,
+        "data.by": of_run,
+        "preference.gamma": (loss == "simpo", "preference.loss simpo"),
+        "evaluation.patience": (data.held_out is not None, "data.held_out, whose loss it looks at"),
+    })  # fmt: skip
     _refuse(
-        (data.best_of is not None and data.from_run is None,
-         "data.best_of: has no effect without data.from_run, whose rollouts have tasks"),
-        (data.where is not None and data.from_run is None,
-         "data.where: has no effect without data.from_run, whose rollouts it selects"),
-        (data.train_on == "tagged" and data.source is None,
+        (getattr(data, "train_on", None) == "tagged" and data.source is None,
          "data.train_on: tagged needs data.source, whose messages have tags"),
-        (config.evaluation.patience is not None and data.held_out is None,
-         "evaluation.patience: has no effect without data.held_out, whose loss it looks at"),
-    )  # fmt: skip
-
-
-# ---- agentrl prefer, agentrl reward-model
-
-
-def check_preferences(config: PreferConfig | RewardModelConfig) -> None:
-    data = config.data
-    if (data.source is None) == (data.from_run is None):
-        raise ValueError("data.source: give one of --data FILE and --from-run RUN")
-    learning, table = config.learning, getattr(config, "preference", None)
-    _refuse(
-        (data.where is not None and data.from_run is None,
-         "data.where: has no effect without data.from_run, whose rollouts it selects"),
-        (data.by == "feedback" and data.from_run is None,
-         "data.by: has no effect without data.from_run, whose rollouts people judged"),
-        (table is not None and table.gamma is not None and table.loss != "simpo",
-         "preference.gamma: has an effect with preference.loss simpo only"),
-        (table is not None and table.loss == "kto" and learning.batch_size < 2,
+        (loss == "kto" and config.learning.batch_size < 2,
          "learning.batch_size: kto compares with answers to other prompts; give 2 or more"),
-        (config.evaluation.patience is not None and data.held_out is None,
-         "evaluation.patience: has no effect without data.held_out, whose loss it looks at"),
     )  # fmt: skip

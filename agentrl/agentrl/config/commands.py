@@ -53,6 +53,7 @@ from agentrl.config.settings.models import (
     ServeModelSettings,
 )
 from agentrl.config.settings.offline import (
+    DataSettings,
     OfflineEvaluationSettings,
     OfflineLearningSettings,
     OfflineRunSettings,
@@ -271,12 +272,19 @@ class ServeConfig(ModelCommand):
 class OfflineConfig(_Command):
     """What every command has that trains on examples which are there already."""
 
+    data: DataSettings = DataSettings()
     model: ModelSettings = ModelSettings()
     learning: OfflineLearningSettings = OfflineLearningSettings()
     evaluation: OfflineEvaluationSettings = OfflineEvaluationSettings()
     run: OfflineRunSettings = OfflineRunSettings()
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        checks.check_offline(self)
+        return self
 
+
+_DATA = "data.source=data data.from_run data.where"
 _LEARNED = (
     "model.name=model learning.epochs learning.batch_size learning.learning_rate learning.rank "
     "learning.init_adapter evaluation.every evaluation.patience run.seed run.name run.folder=runs"
@@ -287,50 +295,31 @@ class SftConfig(OfflineConfig):
     """A supervised fine-tuning."""
 
     short_flags = _short(
-        "data.source=data data.from_run data.where data.best_of data.from_served data.held_out "
-        f"data.train_on model.chat_template {_LEARNED}"
+        f"{_DATA} data.best_of data.from_served data.held_out data.train_on model.chat_template "
+        f"{_LEARNED}"
     )
 
     data: SftDataSettings = SftDataSettings()
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        checks.check_sft(self)
-        return self
 
 
 class PreferConfig(OfflineConfig):
     """A preference optimization."""
 
     short_flags = _short(
-        "data.source=data data.from_run data.where data.by data.held_out preference.loss "
-        f"preference.beta preference.gamma {_LEARNED}"
+        f"{_DATA} data.by data.held_out preference.loss preference.beta preference.gamma {_LEARNED}"
     )
 
     data: PreferenceDataSettings = PreferenceDataSettings()
     preference: PreferenceSettings = PreferenceSettings()
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        checks.check_preferences(self)
-        return self
-
 
 class RewardModelConfig(OfflineConfig):
     """A training of a reward model."""
 
-    short_flags = _short(
-        "data.source=data data.from_run data.where data.by data.held_out reward_model.loss "
-        f"{_LEARNED}"
-    )
+    short_flags = _short(f"{_DATA} data.by data.held_out reward_model.loss {_LEARNED}")
 
     data: PreferenceDataSettings = PreferenceDataSettings()
     reward_model: RewardModelSettings = RewardModelSettings()
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        checks.check_preferences(self)
-        return self
 
 
 class InspectConfig(ModelCommand):

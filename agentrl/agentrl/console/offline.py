@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, Group
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.console import Group
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from agentrl.console.output import plain, print_line, print_sentences, whole
+from agentrl.console.output import console, plain, print_line, print_sentences, whole
 from agentrl.console.report import adapter_flags, serve_command
 from agentrl.console.tables import NAME_WIDTH, facts, sparkline
 from agentrl.runs.folder import RunFolder, is_reward_model
@@ -28,50 +21,45 @@ if TYPE_CHECKING:
 
 _CURVE_WIDTH = 48
 _LINES = 20  # about, of a run without a terminal
+_MEASURED = {
+    "rewards/accuracies": ("held-out accuracy", ".1%"),
+    "rewards/margins": ("held-out margin", ".3g"),
+    "rewards/explained": ("held-out R²", ".3g"),
+}
 
 
-class OfflineDisplay:
+class OfflineDisplay(Progress):
     """Shows a run. On a terminal it is a bar; elsewhere some steps and every measure are lines."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._steps = 0
-        self._bar = Progress(
-            TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(),
-            TimeRemainingColumn(), TextColumn("{task.fields[loss]}"), console=console,
-            disable=not console.is_interactive,
+    def __init__(self) -> None:
+        super().__init__(
+            TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn(),
+            TextColumn("{task.description}"), console=console, disable=not console.is_interactive,
         )  # fmt: skip
-        self._task = self._bar.add_task("steps", total=None, loss="")
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+        self._bar = self.add_task("")
+        self._steps = 0
 
     def begin(self, steps: int, done: int) -> None:
         self._steps = steps
-        self._bar.update(self._task, total=steps, completed=done)
+        self.update(self._bar, total=steps, completed=done)
 
     def step(self, row: Mapping[str, Any]) -> None:
         step, loss = row["step"], f"loss {row['loss']:.4f}"
-        self._bar.update(self._task, completed=step, loss=loss)
-        every = max(1, self._steps // _LINES)
-        if not self._console.is_interactive and (step % every == 0 or step == self._steps):
-            print_line(f"step {step:>4}/{self._steps}  {loss}", to=self._console)
+        self.update(self._bar, completed=step, description=loss)
+        if self.disable and (step % max(1, self._steps // _LINES) == 0 or step == self._steps):
+            print_line(f"step {step:>4}/{self._steps}  {loss}")
 
     def measured(self, step: int, loss: float, best: int) -> None:
         said = f"step {step:>4}/{self._steps}  held-out loss {loss:.4f}"
-        print_line(said + ("  (best)" if best == step else ""), to=self._console)
+        print_line(said + ("  (best)" if best == step else ""))
 
     def note(self, message: str) -> None:
-        print_sentences(f"note: {plain(message)}", "yellow", self._console)
+        print_sentences(f"note: {plain(message)}", "yellow")
 
 
-def offline_report(summary: OfflineSummary, model: ModelSettings) -> Group:
-    """Show the losses, and where things are."""
-    losses, known, folder = summary.losses, summary.held_out, summary.folder
+def offline_report(folder: RunFolder, summary: OfflineSummary, model: ModelSettings) -> Group:
+    """Show the losses, how held-out pairs or scores were told apart, and where things are."""
+    losses, known = summary.loss, summary.held_out
     drawn = sparkline(losses[-_CURVE_WIDTH:])
     rows: list[tuple[str, str | Text]] = [
         ("loss", f"{losses[0]:.4f} → [b]{losses[-1]:.4f}[/] in {summary.steps} steps  {drawn}")
@@ -79,7 +67,10 @@ def offline_report(summary: OfflineSummary, model: ModelSettings) -> Group:
     if known and summary.best is not None:
         best = f"best {known[summary.best]:.4f} at step {summary.best}"
         rows.append(("held-out loss", f"{known[min(known)]:.4f} → {known[max(known)]:.4f}, {best}"))
-    rows += _measured(folder)
+    metrics = folder.read_metrics()
+    for name, (what, form) in _MEASURED.items():
+        if found := [row[f"eval/{name}"] for row in metrics if f"eval/{name}" in row]:
+            rows.append((what, f"{found[0]:{form}} → [b]{found[-1]:{form}}[/]"))
     if summary.why:
         rows.append(("ended by", Text(summary.why)))
     rows.append(("time", f"{summary.seconds:.0f} s"))
@@ -89,29 +80,9 @@ def offline_report(summary: OfflineSummary, model: ModelSettings) -> Group:
     adapter = folder.best_adapter if known else folder.adapter
     if is_reward_model(adapter):
         train = f"agentrl train AGENT --tasks TASKS --rewards model:{shown(folder.root)}"
-        use = whole("train with it:  ", (train, "bold cyan"))
-        return Group("[b green]trained[/]", facts(rows), *places, use)
-    evaluate = f"agentrl eval AGENT --tasks TASKS {adapter_flags(adapter, model)}"
-    commands = [
-        whole("serve it:  ", (serve_command(adapter, model), "bold cyan")),
-        whole("evaluate it:  ", (evaluate, "bold cyan")),
-    ]
+        uses = {"train with it": train}
+    else:
+        evaluate = f"agentrl eval AGENT --tasks TASKS {adapter_flags(adapter, model)}"
+        uses = {"serve it": serve_command(adapter, model), "evaluate it": evaluate}
+    commands = [whole(f"{name}:  ", (line, "bold cyan")) for name, line in uses.items()]
     return Group("[b green]trained[/]", facts(rows), *places, *commands)
-
-
-_REWARDS = {
-    "accuracies": ("held-out accuracy", ".1%"),
-    "margins": ("held-out margin", ".3g"),
-    "explained": ("held-out R²", ".3g"),
-}
-
-
-def _measured(folder: RunFolder) -> list[tuple[str, str | Text]]:
-    """Show how held-out pairs or scores were told apart, before and after."""
-    measured = folder.read_metrics()
-    rows: list[tuple[str, str | Text]] = []
-    for name, (what, form) in _REWARDS.items():
-        known = [row[key] for row in measured if (key := f"eval/rewards/{name}") in row]
-        if known:
-            rows.append((what, f"{known[0]:{form}} → [b]{known[-1]:{form}}[/]"))
-    return rows

@@ -12,8 +12,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.config.errors import ConfigError
-from agentrl.datasets.files import Record
 from agentrl.runs.excerpts import json_line
 from agentrl_proxy.errors import ApiError
 from agentrl_proxy.protocols.chat import chat_request
@@ -36,29 +34,35 @@ class Chat:
     """Of each message, 0 or more; None where the record gives none."""
 
 
-def to_chat(record: Record) -> Chat:
+def to_chat(data: Json) -> Chat:
     """Read a record as a chat.
 
     Raises:
-        ConfigError: names the file, the line and the field that does not fit.
+        ValueError: names the field that does not fit.
     """
-    try:
-        return _chat(record.data)
-    except ApiError as error:
-        raise ConfigError(f"{record.where}: {error.message}") from error
-    except ValueError as error:
-        raise ConfigError(f"{record.where}: {error}") from error
-
-
-def _chat(data: Json) -> Chat:
     messages = [_message(one, at) for at, one in enumerate(_messages(data))]
     weights = [_weight(message, at) for at, message in enumerate(messages)]
-    tools = _tools(data.get("tools"))
-    asked = {"model": "sft", "messages": messages} | ({"tools": tools} if tools else {})
-    checked = chat_request(asked)
+    asked: Json = {"model": "sft", "messages": messages}
+    if tools := _list(data.get("tools") or [], "tools"):  # ShareGPT's are without a type
+        bare = [isinstance(one, dict) and "name" in one for one in tools]
+        known = zip(tools, bare, strict=True)
+        asked["tools"] = [{"type": "function", "function": t} if b else t for t, b in known]
+    try:
+        checked = chat_request(asked)
+    except ApiError as error:
+        raise ValueError(error.message) from error
     if not any(message["role"] == "assistant" for message in messages):
         raise ValueError("messages: there is no answer of an assistant to train on")
     return Chat(checked.messages, checked.tools, weights)
+
+
+def turns(value: Any, name: str, role: str) -> list[Any]:
+    """Read a part of a conversation: messages, or the text of one."""
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    if not isinstance(value, list):
+        raise ValueError(f"{name}: give text, or a list of messages")
+    return value
 
 
 def _messages(data: Json) -> list[Any]:
@@ -72,16 +76,12 @@ def _messages(data: Json) -> list[Any]:
         system = [{"from": "system", "value": data["system"]}] if data.get("system") else []
         return list(_of_sharegpt([*system, *said]))
     if data.get("prompt") is not None and data.get("completion") is not None:
-        roles = (("prompt", "user"), ("completion", "assistant"))
-        return [one for name, role in roles for one in _turns(data[name], role)]
+        asked = turns(data["prompt"], "prompt", "user")
+        return [*asked, *turns(data["completion"], "completion", "assistant")]
     raise ValueError(
         "there are no messages (OpenAI's form), no conversations (ShareGPT's), and no prompt with "
         f"a completion; it has {', '.join(data) or 'no fields'}"
     )
-
-
-def _turns(value: Any, role: str) -> list[Any]:
-    return [{"role": role, "content": value}] if isinstance(value, str) else _list(value, role)
 
 
 def _of_sharegpt(said: Iterable[Any]) -> Iterable[Json]:
@@ -95,26 +95,17 @@ def _of_sharegpt(said: Iterable[Any]) -> Iterable[Json]:
             raise ValueError(f"{what}.from: {one.get('from')!r} is none of {', '.join(_ROLES)}")
         message: Json = {"role": role, "content": one["value"]}
         if one["from"] == "function_call":
-            calls = _calls(one["value"], what, f"call_{at}")
+            given = _json(one["value"], f"{what}.value")
+            calls: list[Json] = []
+            for i, function in enumerate(given if isinstance(given, list) else [given]):
+                if not isinstance(function, dict) or not {"name", "arguments"} <= function.keys():
+                    raise ValueError(f"{what}.value: a function_call has a name and arguments")
+                calls.append({"id": f"call_{at}_{i}", "type": "function", "function": function})
             waiting.extend(call["id"] for call in calls)
             message |= {"content": "", "tool_calls": calls}
         elif role == "tool":
             message["tool_call_id"] = waiting.popleft() if waiting else f"call_{at}"
         yield message | {name: one[name] for name in ("weight", "train") if name in one}
-
-
-def _calls(text: str, what: str, name: str) -> list[Json]:
-    try:
-        given = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{what}.value: a function_call is JSON: {error.msg}") from error
-    calls: list[Json] = []
-    for index, one in enumerate(given if isinstance(given, list) else [given]):
-        if not isinstance(one, dict) or not {"name", "arguments"} <= one.keys():
-            raise ValueError(f"{what}.value: a function_call has a name and arguments")
-        function = {"name": one["name"], "arguments": one["arguments"]}
-        calls.append({"id": f"{name}_{index}", "type": "function", "function": function})
-    return calls
 
 
 def _message(given: Any, at: int) -> Json:
@@ -136,9 +127,8 @@ def _tool_call(call: Any) -> Any:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         return call
-    arguments = function.get("arguments")
-    if isinstance(arguments, dict):
-        function = {**function, "arguments": json_line(arguments)}
+    if isinstance(function.get("arguments"), dict):
+        function = {**function, "arguments": json_line(function["arguments"])}
     call = {**call, "function": function}
     return {name: value for name, value in call.items() if value is not None}
 
@@ -146,35 +136,26 @@ def _tool_call(call: Any) -> Any:
 def _weight(message: Json, at: int) -> float | None:
     """Take a message's weight out of it: OpenAI's ``weight``, or whether it is to ``train``."""
     weight, train = message.pop("weight", None), message.pop("train", None)
-    if weight is None and train is None:
+    found = train if weight is None else weight
+    if found is None:
         return None
     if message.get("role") != "assistant":
         raise ValueError(f"messages[{at}].weight: only answers of the assistant train")
-    found = train if weight is None else weight
     if not isinstance(found, int | float) or not 0 <= found < float("inf"):
         raise ValueError(f"messages[{at}].weight: give a number of 0 or more, not {found!r}")
     return float(found)
 
 
-def _tools(given: Any) -> list[Json] | None:
-    """Return tools in OpenAI's form: ShareGPT has them as text, and without a type."""
-    if isinstance(given, str) and not given.strip():
-        return None
-    tools = _list(given, "tools") if given is not None else []
-    bare = [isinstance(one, dict) and "name" in one for one in tools]
-    return [
-        {"type": "function", "function": one} if is_bare else one
-        for one, is_bare in zip(tools, bare, strict=True)
-    ] or None
-
-
 def _list(value: Any, name: str) -> list[Any]:
     """Read a list, which a table may hold as JSON text."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{name}: is text, but no JSON: {error.msg}") from error
+    value = _json(value, name) if isinstance(value, str) else value
     if not isinstance(value, list):
         raise ValueError(f"{name}: give a list, not {type(value).__name__}")
     return value
+
+
+def _json(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{what}: is text, but no JSON: {error.msg}") from error

@@ -52,55 +52,56 @@ def read_records(source: str, field: str) -> list[Record]:
         ConfigError: names ``field``, the file and the line or row that cannot be read.
     """
     path = Path(source)
-    if path.is_file() or path.suffix in _FILES:
-        found = _of_file(path, field)
-    else:
-        found = _of_dataset(source, field)
-    return [Record(where, _checked(data, f"{field}: {where}")) for where, data in found]
-
-
-def _of_file(path: Path, field: str) -> Iterable[tuple[str, Any]]:
     try:
-        if path.suffix == ".parquet":
-            return _parquet(path, field)
-        text = path.read_text(encoding="utf-8-sig")
+        is_file = path.is_file() or path.suffix in _FILES
+        found = _of_file(path) if is_file else _of_dataset(source)
+        return [Record(where, _checked(data, where)) for where, data in found]
     except OSError as error:
-        raise ConfigError(f"{field}: cannot read {str(path)!r}: {error.strerror}") from error
+        raise ConfigError(f"{field}: cannot read {source!r}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{field}: {error}") from error
+
+
+def _of_file(path: Path) -> Iterable[tuple[str, Any]]:
+    if path.suffix == ".parquet":
+        return _parquet(path)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeError as error:
-        raise ConfigError(f"{field}: {path} is not UTF-8 text: {error}") from error
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
     if path.suffix == ".csv":
-        return _csv(path, text, field)
+        return _csv(path, text)
     if path.suffix == ".json" and text.lstrip().startswith("["):
-        rows: list[Any] = _json(text, f"{field}: {path} is")
+        rows: list[Any] = _json(text, str(path))
         return [(f"{path}, row {number}", row) for number, row in enumerate(rows, start=1)]
     return [
-        (where := f"{path}, line {number}", _json(line, f"{field}: {where} is"))
+        (where := f"{path}, line {number}", _json(line, where))
         for number, line in enumerate(text.split("\n"), start=1)
         if line.strip()
     ]
 
 
-def _json(text: str, what: str) -> Any:
+def _json(text: str, where: str) -> Any:
     def refuse(name: str) -> NoReturn:
-        raise ConfigError(f"{what} not JSON: it holds {name}; write null")
+        raise ValueError(f"{where} is not JSON: it holds {name}; write null")
 
     try:
         return json.loads(text, parse_constant=refuse)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{what} not JSON: {error.msg}") from error
+        raise ValueError(f"{where} is not JSON: {error.msg}") from error
 
 
-def _csv(path: Path, text: str, field: str) -> Iterator[tuple[str, Any]]:
+def _csv(path: Path, text: str) -> Iterator[tuple[str, Any]]:
     csv.field_size_limit(2**31 - 1)
     lines = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     try:
         for number, row in enumerate(lines, start=1):
             where = f"{path}, row {number}"
             if None in row or None in row.values():
-                raise ConfigError(f"{field}: {where} has not as many cells as the first line")
+                raise ValueError(f"{where} has not as many cells as the first line")
             yield where, {name: _cell(value) for name, value in row.items() if value}
     except csv.Error as error:
-        raise ConfigError(f"{field}: {path} is not CSV: line {lines.line_num}: {error}") from error
+        raise ValueError(f"{path} is not CSV: line {lines.line_num}: {error}") from error
 
 
 def _cell(text: str) -> Any:
@@ -111,58 +112,57 @@ def _cell(text: str) -> Any:
         return text
 
 
-def _parquet(path: Path, field: str) -> Iterable[tuple[str, Any]]:
+def _parquet(path: Path) -> Iterable[tuple[str, Any]]:
     try:
         import pyarrow as pa
         import pyarrow.parquet as parquet
     except ImportError as error:
-        raise ConfigError(f"{field}: Parquet needs pyarrow: pip install pyarrow") from error
+        raise ValueError("Parquet needs pyarrow: pip install pyarrow") from error
     try:
         rows: list[Any] = parquet.ParquetFile(path).read().to_pylist()
     except pa.ArrowException as error:
-        raise ConfigError(f"{field}: {path} is not Parquet: {error}") from error
+        raise ValueError(f"{path} is not Parquet: {error}") from error
     return [(f"{path}, row {number}", row) for number, row in enumerate(rows, start=1)]
 
 
-def _of_dataset(source: str, field: str) -> Iterable[tuple[str, Any]]:
+def _of_dataset(source: str) -> Iterable[tuple[str, Any]]:
     name, _, split = source.partition(":")
     if not Path(name).is_dir() and (Path(name).suffix or name.startswith((".", "/", "~"))):
-        raise ConfigError(f"{field}: there is no {name!r}; give {_KINDS}")
+        raise ValueError(f"there is no {name!r}; give {_KINDS}")
     try:
         import datasets
     except ImportError as error:
-        raise ConfigError(
-            f"{field}: {source!r} is no file; as a Hugging Face dataset it needs their package: "
-            f"pip install datasets. Or give {_KINDS.partition(', or')[0]}"
+        raise ValueError(
+            f"{source!r} is no file; as a Hugging Face dataset it needs their package: pip install "
+            f"datasets. Or give {_KINDS.partition(', or')[0]}"
         ) from error
-    saved = (Path(name) / "dataset_info.json").is_file()
-    saved |= (Path(name) / "dataset_dict.json").is_file()
+    saved = any((Path(name) / f"dataset_{one}.json").is_file() for one in ("info", "dict"))
     try:
         found: Any = datasets.load_from_disk(name) if saved else datasets.load_dataset(name)
     except Exception as error:  # of any of its readers
         said = " ".join(str(error).split())[:300]
-        raise ConfigError(f"{field}: {source!r} cannot be loaded as a dataset: {said}") from error
+        raise ValueError(f"{source!r} cannot be loaded as a dataset: {said}") from error
     if isinstance(found, dict):
-        splits = list(found)
-        chosen = split or ("train" if "train" in splits else "")
-        if chosen not in splits:
-            raise ConfigError(
-                f"{field}: {name!r} has the splits {', '.join(splits)}; give one of them, as "
-                f"{name}:{splits[0]}"
+        chosen = split or "train"
+        if chosen not in found:
+            raise ValueError(
+                f"{name!r} has the splits {', '.join(found)}; give one of them, as "
+                f"{name}:{next(iter(found))}"
             )
         found = found[chosen]
     return ((f"{source}, row {number}", row) for number, row in enumerate(found, start=1))
 
 
-def _checked(data: Any, what: str) -> Json:
+def _checked(data: Any, where: str) -> Json:
     if not isinstance(data, dict):
-        kind = type(data).__name__
-        raise ConfigError(f'{what} is a JSON {kind}; give an object, like {{"n": 1}}')
+        raise ValueError(
+            f'{where} is a JSON {type(data).__name__}; give an object, like {{"n": 1}}'
+        )
     for name, value in data.items():
         if isinstance(value, str | int | bool | None):
             continue
         try:
             json.dumps(value)
         except TypeError as error:  # a date, or bytes
-            raise ConfigError(f"{what}: {name}: {error}; store it as text") from error
+            raise ValueError(f"{where}: {name}: {error}; store it as text") from error
     return data

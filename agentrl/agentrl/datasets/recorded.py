@@ -1,19 +1,21 @@
-"""Take token rows to imitate from what our own store has recorded, exactly as they were sampled."""
+"""Take token rows from what our own store has recorded, exactly as they were sampled."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
+from statistics import fmean
 
+from agentrl.config.commands import PreferConfig, RewardModelConfig, SftConfig
 from agentrl.config.errors import ConfigError
 from agentrl.config.secrets import store_url
 from agentrl.config.setting_names import recorded
-from agentrl.datasets.samples import Samples
+from agentrl.datasets.samples import Example, Samples, weighted_row
 from agentrl.history.evaluations import success_reward
-from agentrl.history.export import paths_of, row_records, withholds
+from agentrl.history.export import paths_of, row_records, training_only
 from agentrl.history.rollout_table import Query, find_rollouts
 from agentrl.history.sources import OpenRun, open_run
 from agentrl.runs.folder import RunFolder
@@ -21,42 +23,12 @@ from agentrl_tracer.schemas import Json
 from agentrl_tracer.store import Store
 from agentrl_trainer.data.training_row import TrainingRow, to_training_row
 
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """A row to imitate, whose ``advantages`` are the weights of its tokens."""
-
-    row: TrainingRow
-    task: str
-    """What it answers: samples of one task are never both trained on and held out."""
-
-    @property
-    def length(self) -> int:
-        return len(self.row.tokens)
-
-
-def run_samples(
-    path: Path, model: str, where: str | None, best_of: int | None, last: bool
-) -> Samples[Sample]:
-    """Return the rows of a run's rollouts.
-
-    Args:
-        model: the base model, of whose tokens the rows must be.
-        where: which rollouts; by default the successful ones, with ``best_of`` those with a reward.
-        best_of: of each task only so many rollouts, those with the highest rewards; the earliest
-            of equal ones, and of equal tokens only one.
-        last: whether only the last answer of each row trains.
-
-    Raises:
-        ConfigError: the run has another base model, or ``where`` is wrong.
-    """
-    with run_of_model(path, model) as run:
-        where = where or ("reward is not None" if best_of else f"reward >= {success_reward(run)}")
-        return _of_rollouts(run, where, best_of, last)
+Rollout = list[Json]
+"""The rows of a rollout, as ``row_records`` gives them."""
 
 
 @contextmanager
-def run_of_model(path: Path, model: str) -> Iterator[OpenRun]:
+def _run_of_model(path: Path, model: str) -> Iterator[OpenRun]:
     """Open a run with its index complete.
 
     Raises:
@@ -75,67 +47,161 @@ def run_of_model(path: Path, model: str) -> Iterator[OpenRun]:
         yield run
 
 
-def _of_rollouts(run: OpenRun, where: str, best_of: int | None, last: bool) -> Samples[Sample]:
-    found = Samples[Sample]([])
-    by_rollout: dict[str, list[Json]] = defaultdict(list)
-    for record in row_records(run, where, imitated=True):
-        by_rollout[record["rollout"]].append(record)
-    held_out = _count(run, f"({where}) and purpose == 'eval'") if withholds(run, where) else 0
-    found.left_out["rollouts of held-out tasks (name purpose in --where to take them)"] += held_out
-    without = _count(run, where) - held_out - len(by_rollout)
-    found.left_out["rollouts without an answer of a model that is sampled here"] += without
-    taken, seen = Counter[str](), set[tuple[int, ...]]()
-    rollouts: Iterable[list[Json]] = by_rollout.values()
-    if best_of:
-        rollouts = sorted(rollouts, key=lambda records: -(records[0]["reward"] or 0.0))
-    for records in rollouts:
-        task = records[0]["task"]
-        new = [one for one in records if tuple(one["tokens"]) not in seen]
-        if not new:
-            found.left_out["rollouts with the same tokens as another"] += 1
-        elif best_of and taken[task] >= best_of:
-            found.left_out[f"rollouts beside the best {best_of} of their task"] += 1
-        else:
-            taken[task] += 1
-            seen.update(tuple(one["tokens"]) for one in new)
-            found.kept += [Sample(_row(one["tokens"], one["mask"], last), task) for one in new]
+def _rollouts(run: OpenRun, where: str, left_out: Counter[str]) -> list[Rollout]:
+    """Return the rollouts that match and have rows; count the others.
+
+    Raises:
+        ConfigError: none matches, or ``where`` is wrong.
+    """
+
+    def count(where: str) -> int:
+        return find_rollouts(run.index, Query(where, limit=1)).total
+
+    if not (matching := count(where)):
+        raise ConfigError(f"data.where: the run has no rollout with {where}; give another --where")
+    records = row_records(run, where, imitated=True)
+    found = [list(rows) for _, rows in groupby(records, key=lambda row: row["rollout"])]
+    held_out = count(f"({where}) and purpose == 'eval'") if training_only(run, where) else 0
+    left_out["rollouts of held-out tasks (name purpose in --where to take them)"] += held_out
+    without = matching - held_out - len(found)
+    left_out["rollouts without an answer of a model that is sampled here"] += without
     return found
 
 
-def _count(run: OpenRun, where: str) -> int:
-    return find_rollouts(run.index, Query(where, limit=1)).total
+# ---- to imitate
 
 
-def served_samples(url: str, last: bool) -> Samples[Sample]:
+def run_samples(config: SftConfig) -> Samples:
+    """Return the rows of the rollouts of ``data.from_run``; of equal tokens only one.
+
+    With ``best_of`` the earliest of equal rewards.
+
+    Raises:
+        ConfigError: the run has another base model, or ``where`` is wrong.
+    """
+    data, found = config.data, Samples()
+    assert data.from_run is not None
+    with _run_of_model(data.from_run, config.model.name) as run:
+        usual = "reward is not None" if data.best_of else f"reward >= {success_reward(run)}"
+        rollouts = _rollouts(run, data.where or usual, found.left_out)
+    if data.best_of:
+        rollouts.sort(key=lambda records: -(records[0]["reward"] or 0.0))
+    return _without_copies(rollouts, config, "rollouts", found)
+
+
+def served_samples(config: SftConfig) -> Samples:
     """Return a row for each call that `agentrl serve` answered with a model of its own.
 
     Raises:
         ConfigError: there is no such store.
     """
+    url, found = config.data.from_served or "", Samples()
     if "://" not in url and not Path(url).is_file():  # else it would be made
         raise ConfigError(f"data.from_served: {url} is not there; `agentrl serve` makes it")
-    found, seen = Samples[Sample]([]), set[tuple[int, ...]]()
     with closing(Store(store_url(url), read_only=True)) as store:
         calls = store.newest_calls(None, None)
+    made: list[Rollout] = []
     for call in reversed(calls):
-        paths = paths_of([call], imitated=True)
-        if not paths:
+        if paths := paths_of([call], imitated=True):
+            row = to_training_row(paths[0], {call.id: 1.0})
+            made.append([{"task": call.id, "tokens": row.tokens, "mask": row.mask}])
+        else:
             found.left_out["calls that failed, or were answered by another server's model"] += 1
-            continue
-        row = to_training_row(paths[0], {call.id: 1.0})
-        if tuple(row.tokens) in seen:
-            found.left_out["calls with the same tokens as another"] += 1
-            continue
-        seen.add(tuple(row.tokens))
-        found.kept.append(Sample(_row(row.tokens, row.mask, last), call.id))
+    return _without_copies(made, config, "calls", found)
+
+
+def _without_copies(
+    rollouts: Sequence[Rollout], config: SftConfig, what: str, found: Samples
+) -> Samples:
+    """Add the rows of those that say something new, of each task the first ``best_of``."""
+    taken, seen, best_of = Counter[str](), set[tuple[int, ...]](), config.data.best_of
+    for records in rollouts:
+        task = records[0]["task"]
+        new = [one for one in records if tuple(one["tokens"]) not in seen]
+        if not new:
+            found.left_out[f"{what} with the same tokens as another"] += 1
+        elif best_of and taken[task] >= best_of:
+            found.left_out[f"{what} beside the best {best_of} of their task"] += 1
+        else:
+            taken[task] += 1
+            seen.update(tuple(one["tokens"]) for one in new)
+            rows = (_row(one["tokens"], one["mask"], config) for one in new)
+            found.kept += [Example((row,), task) for row in rows]
     return found
 
 
-def _row(tokens: list[int], mask: Sequence[bool], last: bool) -> TrainingRow:
+def _row(tokens: list[int], mask: Sequence[bool], config: SftConfig) -> TrainingRow:
     """Return a row all of whose sampled tokens train, or only those of the last answer."""
-    own = list(mask)
-    if last:
-        end = max(at for at, on in enumerate(own) if on) + 1
-        start = next((at for at in range(end, 0, -1) if not own[at - 1]), 0)
-        own[:start] = [False] * start
-    return TrainingRow(tokens, own, [0.0] * len(own), [float(on) for on in own])
+    start = 0
+    if config.data.train_on == "last":
+        end = max(at for at, on in enumerate(mask) if on)
+        start = next((at + 1 for at in range(end, -1, -1) if not mask[at]), 0)
+    return weighted_row(tokens, [float(on and at >= start) for at, on in enumerate(mask)])
+
+
+# ---- to prefer and to score
+
+
+def run_pairs(config: PreferConfig | RewardModelConfig) -> Samples:
+    """Pair the best rollout of each group of ``data.from_run`` with its worst.
+
+    Raises:
+        ConfigError: as for ``run_scores``.
+    """
+    found, by = Samples(), config.data.by
+    judged = sorted(_judged(config, found.left_out), key=lambda one: one[0]["group"])
+    for _, group in groupby(judged, key=lambda one: one[0]["group"]):
+        members = [example for _, example in group]
+        best, worst = (choose(members, key=lambda one: one.score) for choose in (max, min))
+        if len(members) < 2:
+            found.left_out[f"groups with a single rollout that has a {by}"] += 1
+        elif best.score == worst.score:
+            found.left_out[f"groups without a difference in {by}"] += 1
+        elif best.rows[0].tokens == worst.rows[0].tokens:
+            found.left_out["groups whose best and worst rollouts have the same tokens"] += 1
+        else:
+            found.kept.append(Example((*best.rows, *worst.rows), best.task))
+    return found
+
+
+def run_scores(config: RewardModelConfig) -> Samples:
+    """Return the rollouts of ``data.from_run`` with how good they were.
+
+    Raises:
+        ConfigError: the run has another base model, nobody judged it, or ``where`` is wrong.
+    """
+    found = Samples()
+    found.kept = [example for _, example in _judged(config, found.left_out)]
+    return found
+
+
+def _judged(
+    config: PreferConfig | RewardModelConfig, left_out: Counter[str]
+) -> list[tuple[Json, Example]]:
+    """Return the longest row of each rollout that has a reward or feedback."""
+    data, found = config.data, list[tuple[Json, Example]]()
+    assert data.from_run is not None
+    with _run_of_model(data.from_run, config.model.name) as run:
+        rollouts = _rollouts(run, data.where or "id is not None", left_out)
+    for records in rollouts:
+        value = _of_people(records[0]) if data.by == "feedback" else records[0]["reward"]
+        if value is None:
+            left_out[f"rollouts without a {data.by}"] += 1
+            continue
+        left_out["rows beside the longest of their rollout"] += len(records) - 1
+        longest = max(records, key=lambda one: len(one["tokens"]))
+        row = weighted_row(longest["tokens"], [float(on) for on in longest["mask"]])
+        found.append((longest, Example((row,), longest["task"], value)))
+    if not found and data.by == "feedback":
+        raise ConfigError(
+            f"data.by: nobody has judged any of these {len(rollouts)} rollouts of {data.from_run}. "
+            "Give thumbs or scores in `agentrl ui`, for a pair to two of a group, or leave --by out"
+        )
+    return found
+
+
+def _of_people(row: Json) -> float | None:
+    """Return the mean of what people judged a rollout by, such as ``human:helpful``."""
+    rewards: Json = row["rewards"] or {}
+    values = [value for name, value in rewards.items() if name.startswith("human:")]
+    return fmean(values) if values else None

@@ -9,10 +9,10 @@ Loads no torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from agentrl.datasets.chats import Chat
+from agentrl.datasets.samples import weighted_row
 from agentrl_proxy.errors import ApiError
 from agentrl_proxy.rendering.continuity import Conversations, remember_reply, render_prompt
 from agentrl_proxy.rendering.renderer import Message, Renderer
@@ -22,33 +22,20 @@ from agentrl_trainer.data.training_row import TrainingRow
 TrainOn = Literal["all", "last", "tagged"]
 
 
-@dataclass(slots=True)
-class _Path:
-    """The tokens of a conversation so far, and the weight of each."""
-
-    tokens: list[int]
-    weights: list[float]
-
-    def row(self) -> TrainingRow:
-        mask = [weight > 0 for weight in self.weights]
-        return TrainingRow(self.tokens, mask, [0.0] * len(mask), self.weights)
-
-
 def chat_rows(renderer: Renderer, chat: Chat, train_on: TrainOn) -> list[TrainingRow]:
-    """Return the rows of a chat that train; none if no answer does.
-
-    The weights are the rows' ``advantages``, as ``cross_entropy`` takes them.
+    """Return the rows of a chat that train, with the weights of their tokens; none if no answer
+    does.
 
     Raises:
         ValueError: the chat template refuses the messages, or writes an answer so that the model
             could not have said it.
     """
-    weights = answer_weights(chat, train_on)
-    conversations, paths = Conversations(), list[_Path]()
-    for at, message in enumerate(chat.messages):
-        if message["role"] != "assistant":
-            continue
-        before = chat.messages[:at]
+    answers = [at for at, one in enumerate(chat.messages) if one["role"] == "assistant"]
+    default = 0.0 if train_on == "tagged" else 1.0
+    paths: list[tuple[list[int], list[float]]] = []  # tokens so far, and the weight of each
+    conversations = Conversations()
+    for at in answers:
+        message, before = chat.messages[at], chat.messages[:at]
         if not before:
             raise ValueError("messages[0]: an answer of the assistant, which nothing asks for")
         try:
@@ -57,25 +44,17 @@ def chat_rows(renderer: Renderer, chat: Chat, train_on: TrainOn) -> list[Trainin
         except ApiError as error:
             raise ValueError(error.message) from error
         remember_reply(renderer, conversations, prompt, message, response, "", cut=False)
-        known = next((p for p in paths if prompt.ids[: len(p.tokens)] == p.tokens), None)
+        known = next((one for one in paths if prompt.ids[: len(one[0])] == one[0]), None)
         if known is None:
-            paths.append(known := _Path([], []))
-        known.weights += [0.0] * (len(prompt.ids) - len(known.tokens))
-        known.weights += [weights[at]] * len(response)
-        known.tokens = [*prompt.ids, *response]
-    return [path.row() for path in paths if any(path.weights)]
-
-
-def answer_weights(chat: Chat, train_on: TrainOn) -> list[float]:
-    """Return the weight of each message: 0 for those that are no answers or do not train."""
-    answers = [at for at, one in enumerate(chat.messages) if one["role"] == "assistant"]
-    chosen = answers[-1:] if train_on == "last" else answers
-    default = 0.0 if train_on == "tagged" else 1.0
-    weights = [0.0] * len(chat.messages)
-    for at in chosen:
+            paths.append(known := ([], []))
+        tokens, weights = known
         given = chat.weights[at]
-        weights[at] = default if given is None else given
-    return weights
+        weight = default if given is None else given
+        if train_on == "last" and at != answers[-1]:
+            weight = 0.0
+        weights += [0.0] * (len(prompt.ids) - len(tokens)) + [weight] * len(response)
+        tokens[:] = [*prompt.ids, *response]
+    return [weighted_row(*path) for path in paths if any(path[1])]
 
 
 def response_ids(

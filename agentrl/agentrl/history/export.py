@@ -47,7 +47,7 @@ def chat_records(run: OpenRun, where: str) -> Iterator[Json]:
 
     Those of evaluations are left out unless ``where`` says something of ``purpose``.
     """
-    rows = _rows(run, where, _trained(run, where), f"reward >= {success_reward(run)}")
+    rows = _rows(run, where, training_only(run, where), f"reward >= {success_reward(run)}")
     for batch in _batches(rows):
         for chats in _chats(run, batch).values():
             yield from chats
@@ -59,7 +59,7 @@ def pair_records(run: OpenRun, where: str) -> Iterator[Json]:
     The prompt is what both conversations begin with. Groups with equal rewards have no pair.
     Evaluations are left out as by ``chat_records``.
     """
-    rows = _rows(run, where, _trained(run, where), "reward is not None", sort="group")
+    rows = _rows(run, where, training_only(run, where), "reward is not None", sort="group")
     for _, group in groupby(rows, key=lambda row: row["group"]):
         members = sorted(group, key=lambda row: row["reward"])
         worst, best = members[0], members[-1]
@@ -99,7 +99,7 @@ def row_records(run: OpenRun, where: str, *, imitated: bool = False) -> Iterator
         imitated: yield also what only an imitation can train on: greedy answers, and those of the
             base model.
     """
-    for batch in _batches(_rows(run, where, _trained(run, where))):
+    for batch in _batches(_rows(run, where, training_only(run, where))):
         ids = [row["id"] for row in batch]
         winners = [one.winner for one in run.store.rollouts(run.id, ids=ids) if one.winner]
         calls = by_rollout(run.store.calls(attempt_ids=winners))
@@ -111,6 +111,7 @@ def row_records(run: OpenRun, where: str, *, imitated: bool = False) -> Iterator
                     "group": row["group"],
                     "task": f"{row['purpose']}-{row['task']}",
                     "reward": row["reward"],
+                    "rewards": row["rewards"],
                     "adapter": made.adapter,
                     "calls": path.call_ids,
                     "tokens": made.tokens,
@@ -137,14 +138,10 @@ def _rows(run: OpenRun, *conditions: str, sort: str = "id") -> list[Row]:
     return find_rollouts(run.index, Query(where, sort=sort, limit=-1)).rows
 
 
-def _trained(run: OpenRun, where: str) -> str:
-    """Leave out the evaluations of a training: their tasks are held out."""
-    return 'purpose == "train"' if withholds(run, where) else ""
-
-
-def withholds(run: OpenRun, where: str) -> bool:
-    """Tell whether the evaluations of a run are left out: a training's, unless they are named."""
-    return run.row["kind"] == "train" and "purpose" not in where
+def training_only(run: OpenRun, where: str) -> str:
+    """Leave out the evaluations of a training, whose tasks are held out, unless they are named."""
+    left_out = run.row["kind"] == "train" and "purpose" not in where
+    return 'purpose == "train"' if left_out else ""
 
 
 def _batches(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:

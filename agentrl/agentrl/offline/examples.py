@@ -5,72 +5,67 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from functools import partial
 
-from agentrl.config.commands import PreferConfig, RewardModelConfig
+from agentrl.config.commands import OfflineConfig, PreferConfig, RewardModelConfig, SftConfig
 from agentrl.config.errors import ConfigError
 from agentrl.console.output import print_line, print_sentences
-from agentrl.datasets.preferences import JudgedBy
-from agentrl.datasets.samples import S, Samples
+from agentrl.datasets.chats import Chat, to_chat
+from agentrl.datasets.files import read_records
+from agentrl.datasets.pairs import to_pair, to_scored
+from agentrl.datasets.recorded import run_pairs, run_samples, run_scores, served_samples
+from agentrl.datasets.rendering import TrainOn, chat_rows
+from agentrl.datasets.samples import Example, Samples
+from agentrl.runs.excerpts import json_line
 from agentrl_proxy.rendering.renderer import Renderer
+from agentrl_tracer.schemas import Json
+from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.models.loading import ModelFacts
 
+Reader = Callable[[Renderer, Json, Counter[str]], list[Example]]
+"""Makes the examples of a record and counts what it leaves out; ValueError names a wrong field."""
 
-def read_judged(
-    config: PreferConfig | RewardModelConfig,
-    facts: ModelFacts,
-    of_run: Callable[[Path, str, str | None, JudgedBy], Samples[S]],
-    of_file: Callable[[str, str, Renderer], Samples[S]],
-    what: str,
-) -> tuple[list[S], list[S]]:
-    """Return the pairs or scored rows to train on, and those to hold out; say how many.
 
-    Args:
-        of_run, of_file: read them from a run folder, or from a file or dataset.
-        what: their name, in the plural.
+def read_examples(config: OfflineConfig, facts: ModelFacts) -> tuple[list[Example], list[Example]]:
+    """Return the examples to train on, and those to hold out; say how many, and what is left out.
 
     Raises:
         ConfigError: one cannot be read, or none is left.
     """
     data, renderer = config.data, Renderer(facts.tokenizer)
     longest = min(config.learning.max_length or facts.context_length, facts.context_length)
-    if data.from_run is not None:
-        found = of_run(data.from_run, config.model.name, data.where, data.by)
+    reader, recorded = _sources(config)
+
+    def of_file(source: str, field: str, what: str) -> list[Example]:
+        return _fitting(file_examples(source, field, renderer, reader), longest, what)
+
+    if data.source is not None:
+        train = of_file(data.source, "data.source", "examples")
     else:
-        found = of_file(data.source or "", "data.source", renderer)
-    train, held_out = train_and_held_out(
-        found, data.held_out, longest, config.run.seed,
-        lambda source: of_file(source, "data.held_out", renderer),
-    )  # fmt: skip
-    tasks = len({one.task for one in train})
-    print_line((f"train on {len(train):,} {what} of {tasks:,} prompts or tasks", "dim"))
+        train = _fitting(recorded(), longest, "examples")
+    held_out, share = list[Example](), _share(data.held_out)
+    if share is not None:
+        train, held_out = split(train, share, config.run.seed)
+    elif data.held_out is not None:
+        held_out = of_file(data.held_out, "data.held_out", "held-out examples")
+    _tell("train on", train)
     if held_out:
-        print_line((f"hold out {len(held_out):,} {what}", "dim"))
+        _tell("hold out", held_out)
     return train, held_out
 
 
-def train_and_held_out(
-    given: Samples[S],
-    held_out: str | None,
-    longest: int,
-    seed: int,
-    read: Callable[[str], Samples[S]],
-) -> tuple[list[S], list[S]]:
-    """Return the examples to train on, and those to hold out: a share of the given ones, or those
-    that ``read`` returns of another source.
-
-    Raises:
-        ConfigError: there are none, or ``held_out`` cannot be read.
-    """
-    train, share = _fitting(given, longest, "examples"), _share(held_out)
-    if share is not None:
-        return split(train, share, seed)
-    if held_out is None:
-        return train, []
-    return train, _fitting(read(held_out), longest, "held-out examples")
+def _sources(config: OfflineConfig) -> tuple[Reader, Callable[[], Samples]]:
+    """Return what makes the examples of a record, and those of a run or of served calls."""
+    if isinstance(config, SftConfig):
+        recorded = run_samples if config.data.from_run is not None else served_samples
+        return partial(chat_examples, config.data.train_on), partial(recorded, config)
+    if isinstance(config, RewardModelConfig) and config.reward_model.loss == "regression":
+        return score_examples, partial(run_scores, config)
+    assert isinstance(config, PreferConfig | RewardModelConfig)
+    return pair_examples, partial(run_pairs, config)
 
 
-def _fitting(found: Samples[S], longest: int, what: str) -> list[S]:
+def _fitting(found: Samples, longest: int, what: str) -> list[Example]:
     """Return the samples that fit into the context, and tell what is left out.
 
     Raises:
@@ -102,7 +97,9 @@ def _share(held_out: str | None) -> float | None:
     return share
 
 
-def split(samples: Sequence[S], share: float, seed: int) -> tuple[list[S], list[S]]:
+def split(
+    samples: Sequence[Example], share: float, seed: int
+) -> tuple[list[Example], list[Example]]:
     """Hold out the samples of a share of the tasks, drawn by the seed.
 
     Raises:
@@ -121,3 +118,65 @@ def split(samples: Sequence[S], share: float, seed: int) -> tuple[list[S], list[
             "another share, or a file"
         )
     return parts
+
+
+def _tell(what: str, examples: Sequence[Example]) -> None:
+    rows = [row for one in examples for row in one.rows]
+    tokens, trained = sum(len(row.tokens) for row in rows), sum(row.trained for row in rows)
+    kind = "pairs" if len(examples[0].rows) == 2 else "rows"
+    counts = f"{len(examples):,} {kind} of {len({one.task for one in examples}):,} tasks"
+    print_line((f"{what} {counts}: {trained:,} of {tokens:,} tokens have a weight", "dim"))
+
+
+# ---- files
+
+
+def file_examples(source: str, field: str, renderer: Renderer, reader: Reader) -> Samples:
+    """Read the examples of a file or dataset.
+
+    Raises:
+        ConfigError: names the file, the line and the field that does not fit.
+    """
+    found = Samples()
+    for record in read_records(source, field):
+        try:
+            found.kept += reader(renderer, record.data, found.left_out)
+        except ValueError as error:
+            raise ConfigError(f"{field}: {record.where}: {error}") from error
+    return found
+
+
+def chat_examples(
+    train_on: TrainOn, renderer: Renderer, data: Json, left_out: Counter[str]
+) -> list[Example]:
+    chat = to_chat(data)
+    rows = chat_rows(renderer, chat, train_on)
+    left_out[f"chats without an answer that trains ({train_on})"] += not rows
+    return [Example((row,), json_line(chat.messages)) for row in rows]
+
+
+def pair_examples(renderer: Renderer, data: Json, left_out: Counter[str]) -> list[Example]:
+    pair = to_pair(data)
+    if isinstance(pair, str):
+        left_out[pair] += 1
+        return []
+    rows = tuple(_last_row(renderer, chat, left_out) for chat in pair)
+    prompt = pair[0].messages[: pair[0].weights.index(1.0)]
+    return [Example(rows, json_line(prompt))]
+
+
+def score_examples(renderer: Renderer, data: Json, left_out: Counter[str]) -> list[Example]:
+    scored = to_scored(data)
+    rows = [_last_row(renderer, chat, left_out) for chat, _ in scored]
+    return [
+        Example((row,), json_line(chat.messages[:-1]), score)
+        for row, (chat, score) in zip(rows, scored, strict=True)
+    ]
+
+
+def _last_row(renderer: Renderer, chat: Chat, left_out: Counter[str]) -> TrainingRow:
+    """Return the row of a chat that holds its last answer."""
+    rows = chat_rows(renderer, chat, "all")
+    separated = "answers that the chat template separates from the last one of their chat"
+    left_out[separated] += len(rows) > 1
+    return rows[-1]

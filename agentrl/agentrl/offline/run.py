@@ -2,8 +2,8 @@
 
 The order of the examples depends on the seed and the epoch alone, and whether the run ends early on
 the held-out losses in its metrics. So a run that is resumed at a checkpoint makes the same steps
-again, bit for bit. The checkpoint is the last word on a step: it holds the step's row of metrics,
-and the row is logged after it.
+again, bit for bit. A step is logged before its checkpoint; what was logged after the newest
+checkpoint is dropped by a resumed run.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ import random
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from agentrl.config.commands import OfflineConfig
 from agentrl.config.errors import ConfigError
 from agentrl.console.offline import OfflineDisplay
-from agentrl.offline.objective import Objective
+from agentrl.datasets.samples import Example
+from agentrl.offline.objectives import Objective
 from agentrl.process_privacy import private_files
 from agentrl.runs.best_adapter import keep_best
-from agentrl.runs.folder import RunFolder, strict
+from agentrl.runs.folder import RunFolder
 from agentrl.runs.learning_curve import draw_learning_curve
 from agentrl.runs.metric_names import HELD_OUT_LOSS, LOSS
 from agentrl.training.metrics import finite_numbers
@@ -34,28 +35,25 @@ from agentrl_tracer.store import Store
 from agentrl_trainer.client import AdamParams
 from agentrl_trainer.learner.optimizers import schedule_factor
 
-E = TypeVar("E")
-
 
 @dataclass(frozen=True, slots=True)
 class OfflineSummary:
-    """How a run ended."""
+    """How a run ended, as ``summary.json`` says it."""
 
-    folder: RunFolder
     steps: int
-    losses: list[float]
+    loss: list[float]
     """Of the steps' own examples, before each update."""
     held_out: dict[int, float]
     """Held-out losses by step."""
     best: int | None
     """The step with the lowest held-out loss, of equal ones the earliest."""
     seconds: float
-    why: str | None = None
+    why: str | None
     """Why it ended before its last step."""
 
 
 @dataclass
-class OfflineRun(Generic[E]):
+class OfflineRun:
     """A run, fresh or resumed, whose base model is loaded.
 
     Args:
@@ -64,9 +62,9 @@ class OfflineRun(Generic[E]):
     """
 
     config: OfflineConfig
-    objective: Objective[E]
-    examples: Sequence[E]
-    held_out: Sequence[E]
+    objective: Objective
+    examples: Sequence[Example]
+    held_out: Sequence[Example]
     folder: RunFolder
     store: Store
     run_id: str
@@ -100,10 +98,10 @@ class OfflineRun(Generic[E]):
         known = self.held_out_losses
         return min(known, key=lambda step: (known[step], step), default=None)
 
-    def batch(self, step: int) -> list[E]:
+    def batch(self, step: int) -> list[Example]:
         """Return the examples of a step, counted from 1."""
         epoch, at = divmod(step - 1, self.per_epoch)
-        order = _shuffled(len(self.examples), f"{self.config.run.seed}/{epoch}")
+        order = _order(len(self.examples), f"{self.config.run.seed}/{epoch}")
         size = self.config.learning.batch_size
         return [self.examples[i] for i in order[at * size : (at + 1) * size]]
 
@@ -134,8 +132,8 @@ class OfflineRun(Generic[E]):
         path = self.folder.adapter_version(self.name, step)
         self.client.save_weights_for_sampler(path).result()
 
-    def checkpoint(self, step: int, row: Mapping[str, Any]) -> None:
-        meta = {"run_id": self.run_id, "examples": self.fingerprint, "row": strict(row)}
+    def checkpoint(self, step: int) -> None:
+        meta = {"run_id": self.run_id, "examples": self.fingerprint}
         self.backend.service.save_checkpoint(
             self.folder.checkpoints, step, meta=meta, keep=self.config.run.keep_checkpoints
         ).result()
@@ -165,9 +163,6 @@ class OfflineRun(Generic[E]):
             )
         self.folder.drop_metrics_after(step)
         self.store.drop_metrics_after(self.run_id, step)
-        rows = self.folder.read_metrics()
-        if meta and not any(row["step"] == step and LOSS in row for row in rows):
-            self.log(step, meta["row"])
         for path in (self.folder.adapters / self.name).glob("v*"):
             if path.name[1:].isdigit() and int(path.name[1:]) > step:
                 shutil.rmtree(path)
@@ -176,14 +171,12 @@ class OfflineRun(Generic[E]):
 
 
 @lru_cache(maxsize=1)
-def _shuffled(count: int, seed: str) -> list[int]:
-    order = list(range(count))
-    random.Random(seed).shuffle(order)
-    return order
+def _order(count: int, seed: str) -> list[int]:
+    return random.Random(seed).sample(range(count), count)
 
 
 @private_files()
-def train_offline(run: OfflineRun[E]) -> OfflineSummary:
+def train_offline(run: OfflineRun) -> OfflineSummary:
     """Train to the end.
 
     Raises:
@@ -199,7 +192,7 @@ def train_offline(run: OfflineRun[E]) -> OfflineSummary:
     return finish(run, step)
 
 
-def train_step(run: OfflineRun[E], step: int) -> None:
+def train_step(run: OfflineRun, step: int) -> None:
     """Update the adapter on the next examples, and write a checkpoint if it is due."""
     began = time.perf_counter()
     adam = AdamParams(run.learning_rate(step), grad_clip_norm=run.config.learning.max_grad_norm)
@@ -214,13 +207,13 @@ def train_step(run: OfflineRun[E], step: int) -> None:
             )
         run.display.note(f"step {step} was not applied: its loss or gradient was not finite")
     row["seconds/update"] = time.perf_counter() - began
-    if step % run.config.run.checkpoint_every == 0 or step == run.steps:
-        run.checkpoint(step, row)
     run.log(step, row)
+    if step % run.config.run.checkpoint_every == 0 or step == run.steps:
+        run.checkpoint(step)
     run.display.step(row)
 
 
-def measure_if_due(run: OfflineRun[E], step: int) -> None:
+def measure_if_due(run: OfflineRun, step: int) -> None:
     """Measure the held-out examples, save the adapter, and keep the best one."""
     due = step % run.config.evaluation.every == 0 or step == run.steps
     if not run.held_out or not due or step in run.held_out_losses:
@@ -237,7 +230,7 @@ def measure_if_due(run: OfflineRun[E], step: int) -> None:
     run.display.measured(step, loss, run.best or 0)
 
 
-def finish(run: OfflineRun[E], step: int) -> OfflineSummary:
+def finish(run: OfflineRun, step: int) -> OfflineSummary:
     """Write the final adapter, the picture and ``summary.json``."""
     folder, why = run.folder, run.why_end() if step < run.steps else None
     run.save_version(step)
@@ -247,13 +240,9 @@ def finish(run: OfflineRun[E], step: int) -> OfflineSummary:
     title = f"{folder.name}: {run.objective.name} of {run.config.model.name}"
     losses = ((LOSS, "loss of the step's examples"), (HELD_OUT_LOSS, "held-out loss"))
     draw_learning_curve(rows, title, folder.picture, *losses)
-    summary = OfflineSummary(
-        folder, step, [row[LOSS] for row in rows if LOSS in row], run.held_out_losses, run.best,
-        time.perf_counter() - run.began, why,
-    )  # fmt: skip
-    written = {"steps": step, "loss": summary.losses, "held_out": summary.held_out}
-    written |= {"best": summary.best, "seconds": round(summary.seconds, 2), "why": why}
-    folder.write_json(folder.summary, written)
+    loss, seconds = [row[LOSS] for row in rows if LOSS in row], time.perf_counter() - run.began
+    summary = OfflineSummary(step, loss, run.held_out_losses, run.best, round(seconds, 2), why)
+    folder.write_json(folder.summary, asdict(summary))
     run.store.end_run(run.run_id, "finished")
     run.backend.close()
     return summary

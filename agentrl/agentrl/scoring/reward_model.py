@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from agentrl.config.errors import ConfigError
 from agentrl.config.setting_names import recorded
 from agentrl.datasets.chats import to_chat
-from agentrl.datasets.files import Record
 from agentrl.history.export import chat_of
 from agentrl.runs.folder import find_adapters, is_reward_model, run_and_step
 from agentrl_tracer.schemas import Json
@@ -80,7 +79,7 @@ class RewardModel:
         """Score conversations in OpenAI's form, whose last message is the assistant's.
 
         Raises:
-            ConfigError, ValueError: one of them cannot be rendered, or is too long for the model.
+            ValueError: one of them cannot be rendered, or is too long for the model.
         """
         with self._lock:
             return self._scores([self._tokens({"messages": messages}) for messages in chats])
@@ -98,8 +97,7 @@ class RewardModel:
         try:
             return self._tokens({"messages": trace.messages, "tools": tools})
         except ValueError as error:
-            why = str(error).partition(": ")[2]
-            if why not in self._noted:
+            if (why := str(error)) not in self._noted:
                 self._noted.add(why)
                 self._note(f"rewards: {self.adapter.name} cannot score {trace.rollout_id}: {why}")
             return None
@@ -107,12 +105,12 @@ class RewardModel:
     def _tokens(self, chat: Json) -> list[int]:
         from agentrl.datasets.rendering import chat_rows
 
-        read = to_chat(Record("the conversation", chat))
+        read = to_chat(chat)
         if read.messages[-1]["role"] != "assistant":
-            raise ValueError("the conversation: its last message is no answer")
+            raise ValueError("its last message is no answer")
         tokens = chat_rows(self._renderer, read, "last")[-1].tokens
         if len(tokens) > (most := self._learner.base.context_length):
-            raise ValueError(f"the conversation: it is longer than {most:,} tokens")
+            raise ValueError(f"it is longer than {most:,} tokens")
         return tokens
 
     def _scores(self, rows: Sequence[list[int]]) -> list[float]:

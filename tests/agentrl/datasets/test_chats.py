@@ -8,17 +8,11 @@ from typing import Any
 import pytest
 from chat_data import TOOL, as_sharegpt, asked, clerk, game
 
-from agentrl.config.errors import ConfigError
-from agentrl.datasets.chats import Chat, to_chat
-from agentrl.datasets.files import Record
-
-
-def chat(data: dict[str, Any]) -> Chat:
-    return to_chat(Record("chats.jsonl, line 3", data))
+from agentrl.datasets.chats import to_chat
 
 
 def test_both_forms_are_the_same_chat() -> None:
-    openai, sharegpt = chat(clerk(7)), chat(as_sharegpt(7))
+    openai, sharegpt = to_chat(clerk(7)), to_chat(as_sharegpt(7))
     assert sharegpt.messages[1].pop("content") == ""
     assert sharegpt == openai
     assert openai.tools == [TOOL]
@@ -26,32 +20,32 @@ def test_both_forms_are_the_same_chat() -> None:
 
 def test_a_table_may_hold_json_as_text_and_the_fields_of_all_messages() -> None:
     known = clerk(7)
-    assert chat({name: json.dumps(value) for name, value in known.items()}) == chat(known)
+    assert to_chat({name: json.dumps(value) for name, value in known.items()}) == to_chat(known)
     names = {name for message in known["messages"] for name in message} | {"weight"}
     padded = [{name: one.get(name) for name in names} for one in known["messages"]]
-    assert chat({**known, "messages": padded}) == chat(known)
+    assert to_chat({**known, "messages": padded}) == to_chat(known)
     arguments = padded[1]["tool_calls"][0]["function"]
     arguments["arguments"] = json.loads(arguments["arguments"])  # as a dataset's column
-    assert json.loads(chat({"messages": padded}).messages[1]["tool_calls"][0]["function"][
+    assert json.loads(to_chat({"messages": padded}).messages[1]["tool_calls"][0]["function"][
         "arguments"
     ]) == {"item": 7}  # fmt: skip
 
 
 def test_a_prompt_with_its_completion_is_a_chat() -> None:
-    assert chat({"prompt": asked(7)["content"], "completion": "I am 7."}) == chat(game(7))
+    assert to_chat({"prompt": asked(7)["content"], "completion": "I am 7."}) == to_chat(game(7))
     known = game(7)["messages"]
-    assert chat({"prompt": known[:1], "completion": known[1:]}) == chat(game(7))
+    assert to_chat({"prompt": known[:1], "completion": known[1:]}) == to_chat(game(7))
 
 
 def test_weights_are_those_of_openai_or_say_what_trains() -> None:
-    assert chat(game(7)).weights == [None, None]
-    assert chat(game(7, weight=0)).weights == [None, 0.0]
-    assert chat(game(7, weight=0.5)).weights == [None, 0.5]
-    assert chat(game(7, train=True)).weights == [None, 1.0]
+    assert to_chat(game(7)).weights == [None, None]
+    assert to_chat(game(7, weight=0)).weights == [None, 0.0]
+    assert to_chat(game(7, weight=0.5)).weights == [None, 0.5]
+    assert to_chat(game(7, train=True)).weights == [None, 1.0]
     turn = {"from": "gpt", "value": "I am 7.", "weight": 0}
     shared = {"system": "Play.", "conversations": [{"from": "human", "value": "?"}, turn]}
-    assert chat(shared).weights == [None, None, 0.0]
-    assert "weight" not in chat(game(7, weight=1)).messages[1]
+    assert to_chat(shared).weights == [None, None, 0.0]
+    assert "weight" not in to_chat(game(7, weight=1)).messages[1]
 
 
 @pytest.mark.parametrize(
@@ -74,10 +68,10 @@ def test_weights_are_those_of_openai_or_say_what_trains() -> None:
         ({"conversations": [{"from": "human"}]}, r"conversations\[0\]: give an object with from"),
         (
             {"conversations": [{"from": "function_call", "value": "price"}]},
-            r"conversations\[0\]\.value: a function_call is JSON",
+            r"conversations\[0\]\.value: is text, but no JSON",
         ),
     ],
 )
 def test_what_does_not_fit_is_named(data: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=f"chats.jsonl, line 3: .*{message}"):
-        chat(data)
+    with pytest.raises(ValueError, match=message):
+        to_chat(data)

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
 from chat_data import TOOL, asked
 from pair_data import answer
 
-from agentrl.config.errors import ConfigError
-from agentrl.datasets.files import Record
-from agentrl.datasets.pairs import Pair, to_pair
+from agentrl.datasets.pairs import to_pair
 
 ASKED, GOOD, BAD = asked(7), answer("I am 7."), answer("I am Qwen.")
-
-
-def read(data: dict[str, Any]) -> Pair | str:
-    return to_pair(Record("pairs.jsonl, line 3", data))
-
 
 HH = "\n\nHuman: Hi.\n\nAssistant: Hello.\n\nHuman: Is\n\nit 7?\n\nAssistant: "
 BEFORE = [{"role": "user", "content": "Hi."}, answer("Hello.")]
@@ -83,18 +75,16 @@ BEFORE = [{"role": "user", "content": "Hi."}, answer("Hello.")]
 def test_every_form_becomes_a_prompt_and_two_answers(
     data: dict[str, Any], prompt: list[Any], chosen: list[Any], rejected: list[Any]
 ) -> None:
-    found = read(data)
-    assert isinstance(found, Pair)
-    assert (found.prompt, found.chosen, found.rejected) == (prompt, chosen, rejected)
-    chats = found.chats()
-    assert [chat.messages for chat in chats] == [prompt + chosen, prompt + rejected]
-    assert chats[0].weights == [0.0] * len(prompt) + [1.0] * len(chosen)
+    found = to_pair(data)
+    assert not isinstance(found, str)
+    assert [chat.messages for chat in found] == [prompt + chosen, prompt + rejected]
+    assert found[0].weights == [0.0] * len(prompt) + [1.0] * len(chosen)
 
 
 def test_tools_go_with_the_pair() -> None:
-    found = read({"prompt": [ASKED], "chosen": [GOOD], "rejected": [BAD], "tools": [TOOL]})
-    assert isinstance(found, Pair)
-    assert found.tools == [TOOL]
+    found = to_pair({"prompt": [ASKED], "chosen": [GOOD], "rejected": [BAD], "tools": [TOOL]})
+    assert not isinstance(found, str)
+    assert found[0].tools == found[1].tools == [TOOL]
 
 
 @pytest.mark.parametrize(
@@ -118,7 +108,7 @@ def test_tools_go_with_the_pair() -> None:
 def test_what_prefers_neither_answer_is_left_out_with_a_reason(
     data: dict[str, Any], why: str
 ) -> None:
-    found = read(data)
+    found = to_pair(data)
     assert isinstance(found, str)
     assert why in found
 
@@ -145,7 +135,6 @@ def test_what_prefers_neither_answer_is_left_out_with_a_reason(
         ({"instruction": "a", "completions": [{"response": "b"}]}, r"completions\[0\]: give an"),
     ],
 )
-def test_what_is_wrong_is_named_by_file_line_and_field(data: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=f"^pairs.jsonl, line 3: {message}"):
-        read(data)
-    assert re.compile(message)
+def test_what_is_wrong_is_named(data: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        to_pair(data)

@@ -13,22 +13,22 @@ from chat_data import asked, write_lines
 from pair_data import answer, pair, scored
 from ui_pages import Recorded
 
+from agentrl.config.commands import RewardModelConfig
 from agentrl.config.errors import ConfigError
-from agentrl.datasets.preferences import file_pairs, file_scores, run_pairs, run_scores
+from agentrl.datasets.recorded import run_pairs, run_scores
 from agentrl.history.export import rollout_records
 from agentrl.history.sources import open_run
+from agentrl.offline.examples import file_examples, pair_examples, score_examples
 from agentrl.runs.folder import RunFolder
 from agentrl_proxy.rendering.renderer import Renderer
 from agentrl_tracer.schemas import Feedback
 from agentrl_tracer.store import Store
 from agentrl_trainer.models.loading import load_facts
 
-MODEL = "agentrl-tiny"
-
 
 @pytest.fixture(scope="module")
 def renderer() -> Renderer:
-    return Renderer(load_facts(MODEL).tokenizer)
+    return Renderer(load_facts("agentrl-tiny").tokenizer)
 
 
 def test_the_answers_of_a_pair_train_and_the_prompt_does_not(
@@ -38,16 +38,16 @@ def test_the_answers_of_a_pair_train_and_the_prompt_does_not(
     one = pair(5) | {"prompt": [*earlier, asked(5)]}
     tie = pair(6) | {"rejected": pair(6)["chosen"]}
     source = write_lines(tmp_path / "pairs.jsonl", [one, pair(5), pair(5, 9), tie])
-    found = file_pairs(str(source), "data.source", renderer)
-    assert found.left_out == {"pairs whose answers are equal": 1}
+    found = file_examples(str(source), "data.source", renderer, pair_examples)
+    assert +found.left_out == {"pairs whose answers are equal": 1}
     first, second, third = found.kept
-    for row, text in ((first.chosen, "I am 5."), (first.rejected, "I am 6.")):
+    for row, text in zip(first.rows, ("I am 5.", "I am 6."), strict=True):
         said = [token for token, on in zip(row.tokens, row.mask, strict=True) if on]
         assert renderer.tokenizer.decode(said[:-1]) == text
         assert row.mask[-1]
         assert renderer.is_stop(row.tokens[-1])
     assert first.task != second.task == third.task  # pairs of one prompt are held out together
-    assert first.length == len(first.chosen.tokens)
+    assert first.length == len(first.rows[0].tokens)
 
 
 def test_scores_are_read_from_chats_and_completions(renderer: Renderer, tmp_path: Path) -> None:
@@ -57,12 +57,17 @@ def test_scores_are_read_from_chats_and_completions(renderer: Renderer, tmp_path
     ]
     ultra = {"instruction": asked(4)["content"], "completions": completions}
     source = write_lines(tmp_path / "scores.jsonl", [*scored(3), ultra])
-    found = file_scores(str(source), "data.source", renderer)
+    found = file_examples(str(source), "data.source", renderer, score_examples)
     assert [one.score for one in found.kept] == [1.0, -1.0, 9.0, 2.0]
     assert found.kept[0].task == found.kept[1].task != found.kept[2].task
     write_lines(source, [*scored(3), {"messages": [asked(1), answer("No.")], "score": "high"}])
     with pytest.raises(ConfigError, match=r"scores.jsonl, line 3: score: give a number, not 'hi"):
-        file_scores(str(source), "data.source", renderer)
+        file_examples(str(source), "data.source", renderer, score_examples)
+
+
+def of_run(run: Path, where: str | None = None, by: str = "reward") -> RewardModelConfig:
+    data = {"from_run": run, "where": where, "by": by}
+    return RewardModelConfig.model_validate({"data": data})
 
 
 @pytest.fixture
@@ -95,16 +100,16 @@ def test_the_best_rollout_of_a_group_is_preferred_to_its_worst_with_the_recorded
         if len({one["reward"] for one in members}) > 1
     }
     assert differ
-    found = run_pairs(run, MODEL, None, "reward")
+    found = run_pairs(of_run(run))
     assert len(found.kept) == len(differ)
     for one in found.kept:
-        tokens = [tuple(row.tokens) for row in (one.chosen, one.rejected)]
+        tokens = [tuple(row.tokens) for row in one.rows]
         assert any(
             tokens[0] in set().union(*map(last_tokens, of_value(members, -1)))
             and tokens[1] in set().union(*map(last_tokens, of_value(members, 0)))
             for members in differ.values()
         )
-    scores = run_scores(run, MODEL, None, "reward")
+    scores = run_scores(of_run(run))
     assert len(scores.kept) == sum(map(len, groups.values()))
     assert any("single rollout" in why or "difference" in why for why in found.left_out) == (
         len(differ) < len(groups)
@@ -128,8 +133,8 @@ def test_people_prefer_by_their_feedback(run: Path) -> None:
         for rollout, thumb in ((one, 1), (other, -1)):
             given = Feedback(row["id"], rollout["id"], None, "helpful", "Bob", thumb)
             store.add_feedback(given)
-    [pair] = run_pairs(run, MODEL, f"id in ('{one['id']}', '{other['id']}')", "feedback").kept
-    assert tuple(pair.chosen.tokens) in last_tokens(one)
-    assert tuple(pair.rejected.tokens) in last_tokens(other)
-    found = run_pairs(run, MODEL, None, "feedback")
+    [pair] = run_pairs(of_run(run, f"id in ('{one['id']}', '{other['id']}')", "feedback")).kept
+    assert tuple(pair.rows[0].tokens) in last_tokens(one)
+    assert tuple(pair.rows[1].tokens) in last_tokens(other)
+    found = run_pairs(of_run(run, None, "feedback"))
     assert found.left_out["rollouts without a feedback"] > 0

@@ -8,13 +8,16 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from call_records import make
 from ui_pages import Recorded, record_served
 
+from agentrl.config.commands import SftConfig
 from agentrl.config.errors import ConfigError
-from agentrl.datasets.recorded import Samples, run_samples, served_samples
+from agentrl.datasets.recorded import run_samples, served_samples
+from agentrl.datasets.samples import Samples
 from agentrl.history.export import rollout_records
 from agentrl.history.sources import OpenRun, open_run
 from agentrl.runs.folder import RunFolder
@@ -40,10 +43,15 @@ def run(path: Path) -> Iterator[OpenRun]:
         yield opened
 
 
+def config(data: dict[str, Any], model: str = "agentrl-tiny") -> SftConfig:
+    return SftConfig.model_validate({"data": data, "model": {"name": model}})
+
+
 def samples(
     path: Path, where: str | None = None, best_of: int | None = None, *, last: bool = False
 ) -> Samples:
-    return run_samples(path, "agentrl-tiny", where, best_of, last)
+    data = {"from_run": path, "where": where, "best_of": best_of}
+    return run_samples(config(data | ({"train_on": "last"} if last else {})))
 
 
 def test_the_successful_rollouts_give_their_recorded_tokens(path: Path, run: OpenRun) -> None:
@@ -51,7 +59,7 @@ def test_the_successful_rollouts_give_their_recorded_tokens(path: Path, run: Ope
     good = list(rollout_records(run, "purpose == 'train' and reward >= 1"))
     calls = [call for one in good for call in one["calls"] if call["agent"] == "solver"]
     whole = {tuple(call["prompt_ids"] + call["response_ids"]) for call in calls}
-    rows = {tuple(one.row.tokens): one.row for one in found.kept}
+    rows = {tuple(one.rows[0].tokens): one.rows[0] for one in found.kept}
     assert len(rows) == len(found.kept) > 0
     assert rows.keys() < whole  # each second call, which holds the first
     for call in calls:
@@ -75,8 +83,8 @@ def test_the_best_of_a_task_are_those_with_the_highest_rewards(path: Path, run: 
         rewards[task] = max(rewards.get(task, -9.0), one["reward"])
     solved = {task for task, reward in rewards.items() if reward >= 1}
     assert solved == {one.task for one in samples(path).kept}
-    good = {tuple(one.row.tokens) for one in samples(path).kept}
-    assert all((tuple(one.row.tokens) in good) == (one.task in solved) for one in best.kept)
+    good = {tuple(one.rows[0].tokens) for one in samples(path).kept}
+    assert all((tuple(one.rows[0].tokens) in good) == (one.task in solved) for one in best.kept)
     assert best.left_out["rollouts beside the best 1 of their task"] > 0
     counted = [len(found.kept) + sum(found.left_out.values()) for found in (best, every)]
     assert counted[0] == counted[1]
@@ -84,14 +92,14 @@ def test_the_best_of_a_task_are_those_with_the_highest_rewards(path: Path, run: 
 
 def test_only_the_last_answer_trains_if_told_so(path: Path) -> None:
     for whole, last in zip(samples(path).kept, samples(path, last=True).kept, strict=True):
-        assert whole.row.tokens == last.row.tokens
-        assert 0 < last.row.trained < whole.row.trained
-        assert last.row.mask[-last.row.trained :] == [True] * last.row.trained
+        assert whole.rows[0].tokens == last.rows[0].tokens
+        assert 0 < last.rows[0].trained < whole.rows[0].trained
+        assert last.rows[0].mask[-last.rows[0].trained :] == [True] * last.rows[0].trained
 
 
 def test_another_model_and_a_wrong_condition_are_refused(path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data.from_run: .* tokens of agentrl-tiny, not of m: "):
-        run_samples(path, "m", None, None, False)
+        run_samples(config({"from_run": path}, "m"))
     with pytest.raises(ConfigError, match="'rewrd' is no column"):
         samples(path, "rewrd > 1")
     with pytest.raises(ConfigError, match=r"data.from_run: .* is no run folder"):
@@ -110,9 +118,9 @@ def test_served_calls_are_rows(tmp_path: Path) -> None:
     ]
     with closing(Store(str(url))) as store:
         store.write_calls("boot", [], calls, 5)
-    found = served_samples(str(url), False)
-    rows = sorted((one.row.tokens, one.row.mask) for one in found.kept)
+    found = served_samples(config({"from_served": str(url)}))
+    rows = sorted((one.rows[0].tokens, one.rows[0].mask) for one in found.kept)
     assert rows == [([1, 2], [False, True]), ([1, 2, 3, 4], [False, False, True, True])]
     assert sorted(found.left_out.values()) == [1, 2]
     with pytest.raises(ConfigError, match=r"data.from_served: .* is not there"):
-        served_samples(str(tmp_path / "none.db"), False)
+        served_samples(config({"from_served": str(tmp_path / "none.db")}))

@@ -14,9 +14,7 @@ from family_templates import FAMILIES
 from running_gateway import running
 from scripted_sampler import Running
 
-from agentrl.config.errors import ConfigError
 from agentrl.datasets.chats import Chat, to_chat
-from agentrl.datasets.files import Record
 from agentrl.datasets.rendering import chat_rows
 from agentrl.history.export import paths_of
 from agentrl_proxy.rendering.renderer import Renderer
@@ -37,7 +35,7 @@ def gateway(renderer: Renderer, tmp_path: Path) -> Iterator[Running]:
 
 
 def chat(data: Json) -> Chat:
-    return to_chat(Record("chats.jsonl, line 1", data))
+    return to_chat(data)
 
 
 def played(gateway: Running, told: Sequence[Json], tools: list[Json] | None) -> list[Json]:
@@ -167,5 +165,3 @@ def test_base_models_without_a_template_write_roles_and_colons(
 def test_an_answer_that_nothing_asks_for_is_refused(renderer: Renderer) -> None:
     with pytest.raises(ValueError, match=r"messages\[0\]: an answer"):
         chat_rows(renderer, chat({"messages": game(7)["messages"][1:]}), "all")
-    with pytest.raises(ConfigError, match="line 1: "):
-        chat({"messages": [{"role": "assistant", "content": 5}]})

@@ -6,7 +6,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,12 +14,13 @@ from chat_data import write_lines
 from pair_data import pair, write_pairs
 from safetensors.torch import load_file
 
-from agentrl.cli.offline import prefer_command
+from agentrl.cli.offline import prefer_command, reward_model_command
 from agentrl.config.errors import ConfigError
 from agentrl.config.settings.offline import PreferenceSettings
 from agentrl.console.output import console
-from agentrl.datasets.preferences import RowPair, file_pairs
-from agentrl.offline.prefer import Prefer
+from agentrl.datasets.samples import Example
+from agentrl.offline.examples import file_examples, pair_examples
+from agentrl.offline.objectives import Prefer
 from agentrl.runs.folder import RunFolder
 from agentrl.training.setup.algorithm import REFERENCE
 from agentrl_proxy.rendering.renderer import Renderer
@@ -57,19 +58,28 @@ def test_held_out_pairs_are_told_apart(tmp_path: Path) -> None:
     assert json.loads(folder.config.read_text())["preference"]["loss"] == "dpo"
 
 
-def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "command", "more"),
+    [
+        ("prefer", prefer_command, ["--loss", "kto"]),
+        ("reward-model", reward_model_command, ["--loss", "bradley_terry"]),
+    ],
+)
+def test_a_killed_run_resumes_bit_for_bit(
+    name: str, command: Callable[..., None], more: list[str], tmp_path: Path
+) -> None:
     folder = RunFolder(tmp_path / "runs/killed")
-    command = [sys.executable, str(KILLED), "4", str(int(signal.SIGKILL)), "prefer"]
+    killed = [sys.executable, str(KILLED), "4", str(int(signal.SIGKILL)), name]
     ended = subprocess.run(
-        [*command, *flags(tmp_path, "killed", "--loss", "kto")],
+        [*killed, *flags(tmp_path, "killed", *more)],
         capture_output=True, text=True, timeout=175, check=False,
     )  # fmt: skip
     assert ended.returncode == -signal.SIGKILL, ended.stderr
-    prefer_command("--resume", str(folder.root))
-    prefer_command(*flags(tmp_path, "whole", "--loss", "kto"))
+    command("--resume", str(folder.root))
+    command(*flags(tmp_path, "whole", *more))
     whole = RunFolder(tmp_path / "runs/whole")
-    for name in ("loss", "rewards/margins", "grad_norm", "eval/loss"):
-        ours, theirs = ([row.get(name) for row in one.read_metrics()] for one in (folder, whole))
+    for metric in ("loss", "rewards/margins", "grad_norm", "eval/loss"):
+        ours, theirs = ([row.get(metric) for row in one.read_metrics()] for one in (folder, whole))
         assert ours == theirs
         assert any(theirs)
     ours, theirs = (
@@ -81,11 +91,10 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> list[RowPair]:
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> list[Example]:
     source = write_pairs(tmp_path_factory.mktemp("pairs") / "pairs.jsonl", range(8))
-    return file_pairs(
-        str(source), "data.source", Renderer(load_facts("agentrl-tiny").tokenizer)
-    ).kept
+    renderer = Renderer(load_facts("agentrl-tiny").tokenizer)
+    return file_examples(str(source), "data.source", renderer, pair_examples).kept
 
 
 @pytest.fixture
@@ -96,7 +105,7 @@ def client(tmp_path: Path) -> TrainingClient:
 
 @pytest.mark.parametrize("loss", ["dpo", "ipo", "kto", "orpo", "simpo"])
 def test_every_loss_widens_the_margin(
-    loss: str, client: TrainingClient, pairs: list[RowPair]
+    loss: str, client: TrainingClient, pairs: list[Example]
 ) -> None:
     settings = PreferenceSettings.model_validate({"loss": loss})
     objective = Prefer(settings)
@@ -110,7 +119,7 @@ def test_every_loss_widens_the_margin(
 
 
 def test_the_reference_is_what_the_adapter_started_from(
-    client: TrainingClient, pairs: list[RowPair], tmp_path: Path
+    client: TrainingClient, pairs: list[Example], tmp_path: Path
 ) -> None:
     objective = Prefer(PreferenceSettings())
     for _ in range(3):
@@ -124,11 +133,11 @@ def test_the_reference_is_what_the_adapter_started_from(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "data.source: give one of --data FILE and --from-run RUN"),
-        (["--data", "a", "--from-run", "b"], "data.source: give one of"),
+        ([], "data.source: give one of --data FILE, --from-run RUN, not none"),
+        (["--data", "a", "--from-run", "b"], "data.from_run: give one of"),
         (["--data", "a", "--where", "step > 1"], "data.where: has no effect without"),
         (["--data", "a", "--by", "feedback"], "data.by: has no effect without"),
-        (["--data", "a", "--gamma", "1"], "preference.gamma: has an effect with"),
+        (["--data", "a", "--gamma", "1"], "preference.gamma: has no effect without"),
         (["--data", "a", "--loss", "kto", "--batch-size", "1"], "learning.batch_size: kto"),
         (["--data", "a", "--patience", "1"], "evaluation.patience: has no effect without"),
         (["--data", "bad.jsonl"], r"bad.jsonl, line 2: rejected: messages\[1\]"),

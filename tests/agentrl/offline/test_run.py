@@ -5,54 +5,57 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
-from agentrl.config.commands import OfflineConfig
+from agentrl.config.commands import OfflineConfig, SftConfig
 from agentrl.config.errors import ConfigError
-from agentrl.offline.command import Prepared, run_offline
+from agentrl.datasets.samples import Example, weighted_row
+from agentrl.offline.command import run_offline
 from agentrl.offline.run import OfflineRun, OfflineSummary
-from agentrl.offline.sft import Sft
 from agentrl.runs.folder import RunFolder
 from agentrl.runs.recorded import open_store, state_of
-from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.models.loading import ModelFacts
 
 
-def rows(facts: ModelFacts, numbers: range, said: str = "I am {}.") -> list[TrainingRow]:
-    made: list[TrainingRow] = []
+def rows(facts: ModelFacts, numbers: range, said: str = "I am {}.") -> list[Example]:
+    made: list[Example] = []
     for number in numbers:
         asked = {"role": "user", "content": f"Let's play a game. Say you are {number}."}
         prompt: Any = facts.tokenizer.apply_chat_template(
             [asked], add_generation_prompt=True, return_dict=False
         )
         answer = [*facts.tokenizer.encode(said.format(number)), facts.tokenizer.eos_token_id]
-        mask = [False] * len(prompt) + [True] * len(answer)
-        weights = [float(on) for on in mask]
-        made.append(TrainingRow([*prompt, *answer], mask, [0.0] * len(mask), weights))
+        weights = [0.0] * len(prompt) + [1.0] * len(answer)
+        made.append(Example((weighted_row([*prompt, *answer], weights),), str(number)))
     return made
 
 
-def config(folder: Path, **tables: dict[str, Any]) -> OfflineConfig:
+def config(folder: Path, **tables: dict[str, Any]) -> SftConfig:
     given: dict[str, Any] = {
+        "data": {"source": "chats.jsonl", "held_out": "held_out.jsonl"},
         "learning": {"epochs": 2, "batch_size": 8, "rank": 8, "learning_rate": 3e-3},
         "evaluation": {"every": 2},
         "run": {"folder": str(folder), "name": "first", "checkpoint_every": 2},
     }
     for name, table in tables.items():
         given[name] = given.get(name, {}) | table
-    return OfflineConfig.model_validate(given)
+    return SftConfig.model_validate(given)
 
 
-def prepared(facts: ModelFacts) -> Prepared[TrainingRow]:
-    return Prepared(Sft(), rows(facts, range(100, 132)), rows(facts, range(1000, 1008)))
+Examples = tuple[list[Example], list[Example]]
+
+
+def read(_: OfflineConfig, facts: ModelFacts) -> Examples:
+    return rows(facts, range(100, 132)), rows(facts, range(1000, 1008))
 
 
 def train(folder: Path, resume: Path | None = None, **tables: dict[str, Any]) -> OfflineSummary:
-    return run_offline(config(folder, **tables), resume, "sft", prepared)
+    return run_offline(config(folder, **tables), resume, read)
 
 
 def weights(folder: RunFolder) -> dict[str, bytes]:
@@ -67,25 +70,33 @@ def losses(folder: RunFolder) -> list[tuple[Any, ...]]:
     ]
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> OfflineSummary:
+@dataclass
+class Whole:
     """A run that nothing has interrupted."""
-    return train(tmp_path_factory.mktemp("whole"))
+
+    summary: OfflineSummary
+    folder: RunFolder
 
 
-def test_the_held_out_loss_falls_and_the_folder_is_that_of_a_run(whole: OfflineSummary) -> None:
-    folder = whole.folder
-    assert whole.steps == 8
-    assert [*whole.held_out] == [0, 2, 4, 6, 8]
-    assert whole.held_out[8] < 0.5 * whole.held_out[0]
-    assert whole.best == 8
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    home = tmp_path_factory.mktemp("whole")
+    return Whole(train(home), RunFolder(home / "first"))
+
+
+def test_the_held_out_loss_falls_and_the_folder_is_that_of_a_run(whole: Whole) -> None:
+    folder, summary = whole.folder, whole.summary
+    assert summary.steps == 8
+    assert [*summary.held_out] == [0, 2, 4, 6, 8]
+    assert summary.held_out[8] < 0.5 * summary.held_out[0]
+    assert summary.best == 8
     assert weights(folder)
     best = load_file(str(folder.best_adapter / "adapter_model.safetensors"))
     assert {name: value.numpy().tobytes() for name, value in best.items()} == weights(folder)
     store, row = open_store(folder, read_only=True)
     with contextlib.closing(store):
         assert (row["kind"], state_of(folder, row)) == ("sft", "finished")
-        assert store.metrics(row["id"], ["eval/loss"])[8]["eval/loss"] == whole.held_out[8]
+        assert store.metrics(row["id"], ["eval/loss"])[8]["eval/loss"] == summary.held_out[8]
     assert json.loads(folder.summary.read_text())["best"] == 8
     assert folder.picture.stat().st_size > 1000
 
@@ -101,32 +112,31 @@ def test_every_epoch_has_all_examples_in_an_order_of_its_own() -> None:
 
 
 def test_it_ends_early_and_keeps_the_best(tmp_path: Path) -> None:
-    def overfits(facts: ModelFacts) -> Prepared[TrainingRow]:
+    def overfits(_: OfflineConfig, facts: ModelFacts) -> Examples:
         other = rows(facts, range(1000, 1004), "I am not {}.")
-        return Prepared(Sft(), rows(facts, range(100, 116)), other)
+        return rows(facts, range(100, 116)), other
 
     how = config(tmp_path, learning={"epochs": 9}, evaluation={"every": 1, "patience": 2})
-    summary = run_offline(how, None, "sft", overfits)
+    summary = run_offline(how, None, overfits)
     assert summary.why is not None
     assert "evaluation.patience: 2 measures in a row" in summary.why
     assert summary.best is not None
     assert summary.steps == summary.best + 2 < 18
-    assert json.loads(summary.folder.summary.read_text())["why"] == summary.why
-    best = summary.folder.adapter_version("policy", summary.best) / "adapter_model.safetensors"
-    kept = summary.folder.best_adapter / "adapter_model.safetensors"
+    folder = RunFolder(tmp_path / "first")
+    assert json.loads(folder.summary.read_text())["why"] == summary.why
+    best = folder.adapter_version("policy", summary.best) / "adapter_model.safetensors"
+    kept = folder.best_adapter / "adapter_model.safetensors"
     assert kept.read_bytes() == best.read_bytes()
 
 
-def test_a_resumed_run_refuses_what_would_make_other_steps(
-    whole: OfflineSummary, tmp_path: Path
-) -> None:
+def test_a_resumed_run_refuses_what_would_make_other_steps(whole: Whole, tmp_path: Path) -> None:
     root = shutil.copytree(whole.folder.root, tmp_path / "first")  # that one is locked
     with pytest.raises(ConfigError, match=r"learning.rank: .* was started with 8, not 4\."):
         train(root.parent, root, learning={"rank": 4})
     with pytest.raises(ConfigError, match=r"resume: .* was trained on other examples"):
         run_offline(
-            config(root.parent), root, "sft",
-            lambda facts: Prepared(Sft(), rows(facts, range(9)), rows(facts, range(3))),
+            config(root.parent), root,
+            lambda _, facts: (rows(facts, range(9)), rows(facts, range(3))),
         )  # fmt: skip
     with pytest.raises(ConfigError, match=r"name: .* exists already; .* --resume"):
         train(root.parent)

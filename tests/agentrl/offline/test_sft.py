@@ -25,7 +25,6 @@ from agentrl.cli.offline import sft_command
 from agentrl.config.errors import ConfigError
 from agentrl.console.output import console
 from agentrl.datasets.chats import to_chat
-from agentrl.datasets.files import Record
 from agentrl.datasets.rendering import chat_rows
 from agentrl.history.export import paths_of
 from agentrl.runs.folder import RunFolder, find_adapters
@@ -124,7 +123,7 @@ def test_the_adapter_does_what_it_was_shown_and_is_recorded_with_the_tokens_that
     ):
         [path] = paths_of(calls, imitated=True)
         theirs = to_training_row(path, dict.fromkeys(path.call_ids, 1.0))
-        [ours] = chat_rows(renderer, to_chat(Record("", chat)), "all")
+        [ours] = chat_rows(renderer, to_chat(chat), "all")
         assert (ours.tokens, ours.mask, ours.advantages) == (
             theirs.tokens, theirs.mask, theirs.advantages,
         )  # fmt: skip
@@ -195,7 +194,7 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "data.source: give one of --data FILE, --from-run RUN and"),
+        ([], "data.source: give one of --data FILE, --from-run RUN, --from"),
         (["--data", "a", "--from-run", "b"], "data.from_run: give one of .* not several"),
         (["--data", "a", "--best-of", "2"], "data.best_of: has no effect without data.from_run"),
         (["--data", "a", "--where", "step > 1"], "data.where: has no effect without"),

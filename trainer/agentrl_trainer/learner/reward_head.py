@@ -46,35 +46,32 @@ def score_row(tokens: Sequence[int], adapter: str = "default") -> TrainingRow:
     return TrainingRow([*tokens, 0], mask, [0.0] * size, [0.0] * size, adapter)
 
 
-def bradley_terry(chosen: Tensor, rejected: Tensor) -> tuple[Tensor, dict[str, float]]:
-    """Compute the mean of -log sigmoid(chosen - rejected) over scores [pairs] (Bradley and Terry,
-    1952; arXiv:2203.02155, equation 1), and TRL's metrics of it."""
-    return -logsigmoid(chosen - rejected).mean(), preference_metrics(chosen, rejected)
-
-
-def regression(scores: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, float]]:
-    """Compute the mean squared error of scores [rows], and the share of the targets' variance that
-    they explain (R squared; 0 where the targets have none)."""
-    error = (scores - targets).square().mean()
-    spread = (targets - targets.mean()).square().mean().item()
-    explained = 1 - error.item() / spread if spread else 0.0
-    return error, {"rewards/explained": explained, "rewards/error": error.item() ** 0.5}
-
-
 def pair_scores_loss(
     rows: Sequence[TrainingRow], scores: list[Tensor]
 ) -> tuple[Tensor, Mapping[str, float]]:
-    """Compute ``bradley_terry`` in ``forward_backward_custom``; the rows are ``score_row``s of
-    chosen and rejected answers in turn."""
+    """Compute the mean of -log sigmoid(chosen - rejected) (Bradley and Terry, 1952;
+    arXiv:2203.02155, equation 1), and TRL's metrics of it, for ``forward_backward_custom``.
+
+    The rows are ``score_row``s of chosen and rejected answers in turn.
+    """
     found = torch.stack([row.sum() for row in scores])
-    return bradley_terry(found[0::2], found[1::2])
+    chosen, rejected = found[0::2], found[1::2]
+    return -logsigmoid(chosen - rejected).mean(), preference_metrics(chosen, rejected)
 
 
 def regression_loss(targets: Sequence[float]) -> CustomLoss[TrainingRow]:
-    """Make the ``regression`` of ``score_row``s for ``forward_backward_custom``."""
+    """Make the mean squared error of ``score_row``s for ``forward_backward_custom``.
+
+    ``rewards/explained`` is the share of the targets' variance that the scores explain (R squared;
+    0 where the targets have none), ``rewards/error`` the root of the loss.
+    """
 
     def loss(_: object, scores: list[Tensor]) -> tuple[Tensor, Mapping[str, float]]:
         found = torch.stack([row.sum() for row in scores])
-        return regression(found, found.new_tensor(targets))
+        wanted = found.new_tensor(targets)
+        error = (found - wanted).square().mean()
+        spread = (wanted - wanted.mean()).square().mean().item()
+        explained = 1 - error.item() / spread if spread else 0.0
+        return error, {"rewards/explained": explained, "rewards/error": error.item() ** 0.5}
 
     return loss

@@ -32,10 +32,21 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from agentrl_trainer.models.chat_templates import TEMPLATES
 from agentrl_trainer.models.devices import choose_device
 from agentrl_trainer.models.sources import ModelError, resolve_model
 from agentrl_trainer.names import BUILT_IN
+
+CHAT_TEMPLATES = {
+    "role_colon": (
+        "{%- for message in messages -%}"
+        "{{ message.role | capitalize + ': ' + message.content | trim }}"
+        "{{ eos_token if message.role == 'assistant' }}{{ '\n\n' }}"
+        "{%- endfor -%}"
+        "{{ 'Assistant:' if add_generation_prompt }}"
+    ),
+}
+"""For base models. ``role_colon`` writes ``User: ...``, ``Assistant: ...`` as tinker-cookbook's
+renderer of that name does, and has no place for tools."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +127,7 @@ def load_base(
             ``dtype``.
         trust_remote_code: run the code that comes with the model, if transformers has none for it,
             and the code that comes with its tokenizer.
-        chat_template: one of ``chat_templates.TEMPLATES`` in place of the tokenizer's own, for base
+        chat_template: one of ``CHAT_TEMPLATES`` in place of the tokenizer's own, for base
             models, which have none.
 
     Raises:
@@ -232,7 +243,7 @@ def _load_config(
         name, AutoTokenizer.from_pretrained, source, config=config, trust_remote_code=trust
     )
     if chat_template is not None:
-        tokenizer.chat_template = TEMPLATES[chat_template]
+        tokenizer.chat_template = CHAT_TEMPLATES[chat_template]
     if not getattr(tokenizer, "chat_template", None):
         raise ModelError(
             f"model: {name!r} has no chat template, so chat requests cannot be rendered. Use the "

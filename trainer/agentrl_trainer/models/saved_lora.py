@@ -87,6 +87,9 @@ def _refuse_features(folder: Path, config: dict[str, Any]) -> None:
 
     if config.get("peft_type") != "LORA":
         raise refuse("peft_type")
+    if config.get("task_type") == "SEQ_CLS":
+        what = "a reward model or classifier (task_type SEQ_CLS)"
+        raise ModelError(f"{folder} is {what}; give an adapter that writes answers")
     if config.get("task_type") not in (None, "CAUSAL_LM"):
         raise refuse("task_type")
     if str(config.get("init_lora_weights")).lower().startswith(_OF_ITS_BASE):

@@ -13,14 +13,22 @@ from agentrl.config.settings.run import RunFolderSettings
 from agentrl_trainer.names import check_name
 
 
-class SftDataSettings(Table):
+class DataSettings(Table):
+    source: str | None = None
+    from_run: Path | None = None
+    """Run folder whose rollouts are the examples, as the exact tokens that were recorded."""
+    where: str | None = None
+    """With from_run: which rollouts, such as 'step > 10'."""
+    held_out: str | None = None
+    """Held-out examples: as source, or the share of the examples to hold out, such as 0.1."""
+
+
+class SftDataSettings(DataSettings):
     """The examples: one of ``source``, ``from_run`` and ``from_served``."""
 
     source: str | None = None
     """Chats in OpenAI's or ShareGPT's form: a JSONL, JSON, Parquet or CSV file, or a Hugging Face
     dataset, NAME or NAME:SPLIT."""
-    from_run: Path | None = None
-    """Run folder whose rollouts are the examples, as the exact tokens that were recorded."""
     where: str | None = None
     """With from_run: which rollouts, such as 'reward >= 1 and step > 10'; by default the successful
     ones, or with best_of those that have a reward."""
@@ -28,28 +36,20 @@ class SftDataSettings(Table):
     """With from_run: only so many rollouts of a task, those with the highest rewards."""
     from_served: Store | None = None
     """Store of `agentrl serve`, such as runs/serve.db, whose calls are the examples."""
-    held_out: str | None = None
-    """Held-out examples: as source, or the share of the examples to hold out, such as 0.1."""
     train_on: Literal["all", "last", "tagged"] = "all"
     """Which answers of a chat train: all, the last, or tagged: those with a weight (OpenAI's
     `weight`, 0 or more, or `train`: true). Weights count with all and last too."""
 
 
-class PreferenceDataSettings(Table):
+class PreferenceDataSettings(DataSettings):
     """The examples: one of ``source`` and ``from_run``."""
 
     source: str | None = None
     """Pairs as TRL, Anthropic's HH, HelpSteer3 or UltraFeedback have them: a JSONL, JSON, Parquet
     or CSV file, or a Hugging Face dataset, NAME or NAME:SPLIT."""
-    from_run: Path | None = None
-    """Run folder: the best rollout of each group against its worst, as the exact tokens that were
-    recorded."""
-    where: str | None = None
-    """With from_run: which rollouts, such as 'step > 10'."""
     by: Literal["reward", "feedback"] = "reward"
-    """With from_run: what says how good a rollout is: its reward, or people's feedback."""
-    held_out: str | None = None
-    """Held-out examples: as source, or the share of the examples to hold out, such as 0.1."""
+    """With from_run, which pairs the best rollout of each group with its worst: what says how good
+    a rollout is, its reward or people's feedback."""
 
 
 class PreferenceSettings(Table):
