@@ -111,7 +111,10 @@ class Judge(ABC):
     def _note(self, of: Trace, said: Opinion) -> Span:
         """Return the note of an attempt. Its id is of its text: the same one is kept once."""
         told = {"score": said.score, "why": said.why, **said.details}
-        name, text = f"judge.{self.name}", json_line(told | {"calls": said.calls, "cost": said.cost})
+        name, text = (
+            f"judge.{self.name}",
+            json_line(told | {"calls": said.calls, "cost": said.cost}),
+        )
         key, now = f"{of.attempt_id} {name} {text}".encode(), time.time_ns()
         return Span(
             trace_id=blake2b(of.attempt_id.encode(), digest_size=16).hexdigest(),
