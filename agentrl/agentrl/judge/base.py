@@ -266,7 +266,9 @@ class ModelJudge(Judge):
             return known
         self._spend()
         if is_own:  # providers may refuse a seed
-            body = {"seed": int(key[:8], 16) >> 1, "max_tokens": _MAX_TOKENS, **body}
+            text = json.dumps(messages).encode()
+            seed = int.from_bytes(blake2b(text, digest_size=4).digest(), "big") >> 1
+            body = {"seed": seed, "max_tokens": _MAX_TOKENS, **body}
         async with self._at_once:
             said = await self._request(body, group)
         choice, call = said["choices"][0], await asyncio.to_thread(self._call, said["id"])

@@ -64,7 +64,7 @@ def test_functions_objects_and_classes_are_loaded_by_their_kind(file: Path) -> N
         ("FILE:absent", "defines no 'absent'"),
         ("FILE:number", "it is a int, which cannot be called"),
         ("FILE:Broken", "cannot be imported: TypeError"),
-        ("FILE:Weighted", "x: it compares groups"),
+        ("FILE:Weighted", "weighted: x compares groups"),
         ("ls", "it is a command"),
         ("", "it is empty"),
     ],
