@@ -55,16 +55,15 @@ class Bench:
     folder: Path
     notes: list[str] = field(default_factory=list)
 
-    def connect(self, judge: Any, *, offline: bool = False) -> Any:
-        """Give a judge the run, as a process that starts; offline: without a gateway."""
+    def connect(self, judge: Any) -> Any:
+        """Give a judge the run, as a process that starts."""
         models = {
             n: OtherModelSettings(model="openai/x") for n in self.gateway.deps.provider_models
         }
-        url = None if offline else self.gateway.url
         judge.connect(
             ScoringContext(
                 self.gateway.store, self.gateway.run_id, self.folder, self.notes.append,
-                models, url, OPERATOR_KEY, ["base", "policy"],
+                models, self.gateway.url, OPERATOR_KEY, ["base", "policy"],
             )
         )  # fmt: skip
         return judge

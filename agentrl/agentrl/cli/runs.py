@@ -248,7 +248,7 @@ def rescore_command(
     *,
     rewards: Annotated[
         list[str],
-        Parameter(help="Functions: module:function, file.py:function or model:NAME; repeatable."),
+        Parameter(help="Functions: module:function, file.py:function or model:RUN; repeatable."),
     ],
     where: Where = "",
     replace: Annotated[

@@ -143,7 +143,7 @@ class ScoredCommand(ModelCommand):
 
     rewards: Names = Field(default_factory=list[str])
     """Functions that reward a finished rollout, beside what the agent emits. Each is
-    module:function, file.py:function, or model:NAME for a reward model. A function takes the
+    module:function, file.py:function, or model:RUN for a reward model. A function takes the
     rollout's trace; agentrl.rewards has ready ones. The flag can be given several times."""
     rollouts: RunnerSettings = RunnerSettings()
 

@@ -224,9 +224,7 @@ def show_rescored(to: Console, done: Rescored, *, alone: bool) -> None:
     print_rows(to, rows, "reward rollouts:, mean:+.3f")
     said = f"{done.scored:,} of {done.rollouts:,} rollouts were scored"
     if left := done.rollouts - done.scored:
-        said += f"; {left:,} failed, were canceled or have a policy's reward, and stay as they are"
-    if done.replaced:
-        said += f"; {done.replaced:,} earlier rewards of these functions were replaced"
+        said += f"; {left:,} failed, have a policy's reward or got none, and stay as they are"
     print_sentences(said, to=to)
     means = ["none" if x is None else f"{x:+.3f}" for x in (done.before, done.after)]
     what = "these rewards alone, others are set aside" if alone else "the sum of all rewards"

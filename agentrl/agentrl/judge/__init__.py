@@ -12,8 +12,6 @@ rollout and never train. Each judged attempt gets a note ``judge.NAME`` with its
 explanation, and the ids of the calls.
 """
 
-from agentrl.judge.pairwise import Pairwise
-from agentrl.judge.panel import Panel
-from agentrl.judge.scores import Relative, Rubric
+from agentrl.judge.judges import Pairwise, Panel, Relative, Rubric
 
 __all__ = ["Pairwise", "Panel", "Relative", "Rubric"]

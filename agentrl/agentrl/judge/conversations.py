@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -33,21 +32,17 @@ class Conversations:
         said = [[_message(one) for one in member.messages] for member in members]
         texts = [json_line(one) for one in said]
         seed = "".join(sorted(set(texts)))
-        ranks = {text: blake2b((seed + text).encode()).digest() for text in texts}
-        by_text = dict(zip(texts, said, strict=True))
-        order = [text for text in sorted(by_text, key=lambda text: ranks[text]) if by_text[text]]
+        by_text = {text: one for text, one in zip(texts, said, strict=True) if one}
+        order = sorted(by_text, key=lambda text: blake2b((seed + text).encode()).digest())
         places = {text: at for at, text in enumerate(order)}
         return cls([by_text[text] for text in order], [places.get(text) for text in texts])
 
     def numbered(self, *places: int) -> Json:
         """Return what the judge reads: what all begin with once, and how each goes on."""
         chosen = [self.shown[place] for place in places or range(len(self.shown))]
-        shared = 0
-        if len(chosen) > 1:
-            columns = zip(*chosen, strict=False)
-            shared = len(
-                list(takewhile(lambda column: all(m == column[0] for m in column), columns))
-            )
+        columns = zip(*chosen, strict=False)
+        same = takewhile(lambda column: all(one == column[0] for one in column), columns)
+        shared = len(list(same)) if len(chosen) > 1 else 0
         answers = {str(at): one[shared:] for at, one in enumerate(chosen, 1)}
         return {"shared": chosen[0][:shared], "conversations": answers}
 
@@ -56,16 +51,6 @@ def _message(message: Json) -> Json:
     """Return what a judge reads of a message: its text and tool calls. Ids differ in each rollout,
     and reasoning is not part of the answer."""
     said: Json = {"role": message.get("role"), "content": text_of(message.get("content") or "")}
-    calls = [call.get("function") or {} for call in message.get("tool_calls") or ()]
-    if calls:
-        said["tool_calls"] = [
-            {"name": one.get("name"), "arguments": _value(one.get("arguments"))} for one in calls
-        ]
+    if calls := message.get("tool_calls"):
+        said["tool_calls"] = [call.get("function") for call in calls]
     return said
-
-
-def _value(arguments: object) -> object:
-    try:
-        return json.loads(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:
-        return arguments

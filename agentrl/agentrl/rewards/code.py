@@ -20,21 +20,20 @@ def code_tests(
 ) -> RewardOfTrace:  # fmt: skip
     """Reward the share of tests that the answer's last Python code block passes.
 
-    The task's ``field`` is a list of tests, or one text. A test is Python code, such as an
-    ``assert``, that runs after the answer's; or ``{"input": ..., "output": ...}``: what the code
-    reads and is to print. A text with ``def test_`` is a file for pytest that imports from
-    ``solution``. An answer without a code block gets 0.
+    The task's ``field`` is a list of tests, or one. A test is Python code, such as an ``assert``,
+    that runs after the answer's, in one program. An answer without a code block gets 0.
 
     Args:
-        seconds, memory_mb: limits of one test, or of pytest.
+        seconds, memory_mb: limits of one test.
         sandboxed: run in bubblewrap, without network and the user's files.
     """
     limits = {"seconds": seconds, "memory_mb": memory_mb, "sandboxed": sandboxed}
 
     def score(trace: Trace) -> float:
         tests, code = field_of(trace, field), last_block(trace.answer, "python", "py", "python3")
-        if not tests:
-            raise ValueError(f"the task's field {field!r} has no tests")
+        tests = [tests] if isinstance(tests, str) else tests
+        if not tests or not all(isinstance(test, str) for test in tests):
+            raise ValueError(f"the task's field {field!r} is no list of Python code")
         if code is None:
             return 0.0
         job = json.dumps({"code": code, "tests": tests, **limits})
@@ -43,7 +42,6 @@ def code_tests(
         )
         if done.returncode:
             raise RuntimeError((done.stderr.strip().splitlines() or ["the tests did not run"])[-1])
-        passed, total = json.loads(done.stdout)
-        return passed / total
+        return json.loads(done.stdout) / len(tests)
 
     return score

@@ -51,7 +51,9 @@ def weighted(**parts: tuple[float, RewardOfTrace]) -> RewardOfTrace:
     """
     for name, (_, reward) in parts.items():
         if getattr(reward, "compares_group", False):
-            raise ValueError(f"{name}: it compares groups; make it an entry of rewards itself")
+            raise ValueError(
+                f"weighted: {name} compares groups, as judges do; give it to --rewards by itself"
+            )
 
     def total(results: Mapping[str, Any]) -> Scores:
         scores: dict[str, float] = {}

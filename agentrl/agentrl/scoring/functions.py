@@ -1,6 +1,6 @@
 """Reward functions: how they are named, loaded and called.
 
-An entry of ``rewards`` is ``module:function``, ``file.py:function`` or ``model:NAME``. It names a
+An entry of ``rewards`` is ``module:function``, ``file.py:function`` or ``model:RUN``. It names a
 function of a ``Trace``, a function of a group's traces (``@group_reward``), an object of either
 kind that can be called, or what makes such an object with its defaults: a class, or a factory of
 ``agentrl.rewards``. Each may be async.
@@ -8,7 +8,6 @@ kind that can be called, or what makes such an object with its defaults: a class
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +23,6 @@ from agentrl_tracer.store import Store
 Scores = float | Mapping[str, float] | None
 """A reward, several by name, or none: the rollout does not earn anything from this function."""
 Function = TypeVar("Function", bound=Callable[..., Any])
-_ALLOWED = "give module:function, path/to/file.py:function, or model:NAME"
 
 
 def group_reward(function: Function) -> Function:
@@ -54,7 +52,8 @@ class ScoringContext:
     models: Mapping[str, OtherModelSettings] = field(default_factory=dict[str, OtherModelSettings])
     """The [models] table of the run."""
     gateway: str | None = None
-    """URL of the running gateway; None where recorded rollouts are scored again."""
+    """URL of the running gateway. ``runs rescore`` has one for functions whose class says
+    ``asks_models = True``."""
     operator_key: str | None = None
     """The gateway's."""
     own_models: Sequence[str] = ()
@@ -69,23 +68,15 @@ class RewardFunction:
     """Of its reward, unless it returns several by name."""
     call: Callable[[Any], Any]
     """Takes a ``Trace`` and returns ``Scores``, or a group's traces and returns one each."""
-    compares_group: bool = False
-    is_async: bool = False
-    """It returns at once, with what is to be awaited."""
+
+    @property
+    def compares_group(self) -> bool:
+        return getattr(self.call, "compares_group", False)
 
     @property
     def keys(self) -> str:
         """What the ``Reward.key`` of its rewards begins with."""
         return f"{SCORED}{self.name}:"
-
-    @property
-    def asks_models(self) -> bool:
-        """Whether it needs a gateway. Such a function says ``asks_models = True`` in its class."""
-        return bool(getattr(self.call, "asks_models", False))
-
-    def connect(self, context: ScoringContext) -> None:
-        if callable(connect := getattr(self.call, "connect", None)):
-            connect(context)
 
 
 def load_functions(entries: Sequence[str]) -> list[RewardFunction]:
@@ -108,7 +99,9 @@ def load_functions(entries: Sequence[str]) -> list[RewardFunction]:
 def _load(entry: str) -> RewardFunction:
     kind, _, name = entry.partition(":")
     if kind == "model":
-        return _model_reward(name)
+        from agentrl.scoring.reward_model import RewardModel
+
+        return RewardFunction(Path(name).name, RewardModel(name))
     try:
         parsed = parse_agent(entry)
         if parsed.kind == "command":
@@ -117,34 +110,14 @@ def _load(entry: str) -> RewardFunction:
         target = load_target(entry, parsed)
         if inspect.isclass(target) or getattr(target, "makes_reward", False):
             target = target()
+        if not callable(target):
+            raise AgentSpecError(entry, f"it is a {type(target).__name__}, which cannot be called")
     except AgentSpecError as error:
-        raise ConfigError(f"rewards: got {entry!r}: {error.problem}; {_ALLOWED}") from error
+        raise ConfigError(
+            f"rewards: got {entry!r}: {error.problem}; give module:function, "
+            "path/to/file.py:function, or model:RUN"
+        ) from error
     except Exception as error:  # of the user's module
         said = f"{type(error).__name__}: {error}"
         raise ConfigError(f"rewards: {entry!r} cannot be imported: {said}") from error
-    return as_function(entry, parsed.attribute.rpartition(".")[2], target)
-
-
-def as_function(entry: str, name: str, target: Any) -> RewardFunction:
-    """Wrap a function, or an object that can be called.
-
-    Raises:
-        ConfigError: it cannot be called.
-    """
-    if not callable(target):
-        kind = type(target).__name__
-        raise ConfigError(f"rewards: {entry!r} names a {kind}, which cannot be called; {_ALLOWED}")
-    is_async = any(map(inspect.iscoroutinefunction, (target, target.__call__)))
-    return RewardFunction(name, target, bool(getattr(target, "compares_group", False)), is_async)
-
-
-def _model_reward(name: str) -> RewardFunction:
-    """Return the reward of a reward model: a run folder, or its name."""
-    try:
-        module = importlib.import_module("agentrl.scoring.reward_model")
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"rewards: 'model:{name}' needs reward models, which this version does not have; "
-            "give module:function"
-        ) from error
-    return as_function(f"model:{name}", Path(name).name, module.load_reward_model(name))
+    return RewardFunction(parsed.attribute.rpartition(".")[2], target)

@@ -32,9 +32,7 @@ class Rescored:
     rollouts: int
     """Those that matched."""
     scored: int
-    """Those with an attempt that succeeded. The others keep what they have."""
-    replaced: int
-    """Rewards of the same functions that the new ones replaced."""
+    """Those with a new reward. The others keep what they have."""
     rewards: dict[str, list[float]]
     """The new rewards by name."""
     before: float | None
@@ -67,7 +65,7 @@ def rescore(
         before = _mean(store, run.id, ids)
         models = other_models(run.row["config"])
         context = ScoringContext(store, run.id, run.folder.root, note, models)
-        if any(function.asks_models for function in functions):
+        if any(getattr(one.call, "asks_models", False) for one in functions):
             url, plan = serving.enter_context(gateway_of(run.folder, store, run.id))
             context = replace(
                 context, gateway=url, operator_key=plan.operator_key,
@@ -81,11 +79,13 @@ def rescore(
             run.index.take_again(ids)
         own = tuple(function.keys for function in functions)
         given: defaultdict[str, list[float]] = defaultdict(list)
+        scored: set[str] = set()
         for reward in store.rewards(ids):
             if reward.key.startswith(own) and is_reward(reward.value):
                 given[reward.name].append(reward.value)
+                scored.add(reward.rollout_id)
         after = _mean(store, run.id, ids)
-    return Rescored(len(ids), scorer.seen, scorer.replaced, dict(given), before, after)
+    return Rescored(len(ids), len(scored), dict(given), before, after)
 
 
 def _mean(store: Store, run_id: str, ids: Sequence[str]) -> float | None:

@@ -29,18 +29,8 @@ if TYPE_CHECKING:
 _NAME = "reward"
 
 
-def load_reward_model(name: str) -> RewardModel:
-    """Return the reward model of a run: its folder, ``RUN@STEP``, or its name below ``runs/``.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    source = name if run_and_step(name)[0].root.is_dir() else str(Path("runs", name))
-    return RewardModel(source)
-
-
 class RewardModel:
-    """Scores conversations, many at once; from any thread.
+    """Scores rollouts; from any thread.
 
     Args:
         folder: of a run (its best adapter, else its newest), ``RUN@STEP``, or a PEFT folder.
@@ -53,7 +43,7 @@ class RewardModel:
     """A group's members, which share their prompt, are scored together; none changes another's
     score."""
 
-    def __init__(self, folder: str | Path, device: str = "auto") -> None:
+    def __init__(self, folder: str | Path) -> None:
         run, step = run_and_step(folder)
         best = run.best_adapter.is_dir() and not step
         found = find_adapters(f"{folder}@best" if best else folder, "rewards")
@@ -64,7 +54,7 @@ class RewardModel:
                 "`agentrl reward-model` trains one"
             )
         settings = run.read_config() if run.config.is_file() else {}
-        self._options: Json = {"device": device}
+        self._options: Json = {}
         for option in ("dtype", "trust_remote_code", "chat_template"):
             if (value := recorded(settings, f"model.{option}")) is not None:
                 self._options[option] = value
@@ -75,49 +65,36 @@ class RewardModel:
     def connect(self, context: ScoringContext) -> None:
         self._note = context.note
 
-    def score(self, chats: Sequence[list[Json]]) -> list[float]:
-        """Score conversations in OpenAI's form, whose last message is the assistant's.
-
-        Raises:
-            ValueError: one of them cannot be rendered, or is too long for the model.
-        """
-        with self._lock:
-            return self._scores([self._tokens({"messages": messages}) for messages in chats])
-
     def __call__(self, traces: Sequence[Trace]) -> list[float | None]:
         """Score rollouts; None for one that cannot be rendered, which is noted once by reason."""
-        with self._lock:
-            found = [self._tokens_of(trace) for trace in traces]
-            scores = iter(self._scores([tokens for tokens in found if tokens]))
-            return [next(scores) if tokens else None for tokens in found]
+        from agentrl_trainer.learner.reward_head import score_row
 
-    def _tokens_of(self, trace: Trace) -> list[int] | None:
+        with self._lock:
+            tokens = [self._tokens(trace) for trace in traces]
+            rows = self._learner.forward([score_row(one, _NAME) for one in tokens if one])
+        scores = iter(rows)
+        return [next(scores)[-1] if one else None for one in tokens]
+
+    def _tokens(self, trace: Trace) -> list[int]:
+        """Return a conversation's tokens, none if it has no score."""
+        from agentrl.datasets.rendering import chat_rows
+
         chats = (chat for call in reversed(trace.calls) if (chat := chat_of(call)))
         tools = next((chat["tools"] for chat in chats if chat.get("tools")), None)
         try:
-            return self._tokens({"messages": trace.messages, "tools": tools})
+            read = to_chat({"messages": trace.messages, "tools": tools})
+            if read.messages[-1]["role"] != "assistant":
+                raise ValueError("its last message is no answer")
+            tokens = chat_rows(self._renderer, read, "last")[-1].tokens
+            if len(tokens) > (most := self._learner.base.context_length):
+                raise ValueError(f"it is longer than {most:,} tokens")
         except ValueError as error:
-            if (why := str(error)) not in self._noted:
+            why = str(error)
+            if why not in self._noted:
                 self._noted.add(why)
                 self._note(f"rewards: {self.adapter.name} cannot score {trace.rollout_id}: {why}")
-            return None
-
-    def _tokens(self, chat: Json) -> list[int]:
-        from agentrl.datasets.rendering import chat_rows
-
-        read = to_chat(chat)
-        if read.messages[-1]["role"] != "assistant":
-            raise ValueError("its last message is no answer")
-        tokens = chat_rows(self._renderer, read, "last")[-1].tokens
-        if len(tokens) > (most := self._learner.base.context_length):
-            raise ValueError(f"it is longer than {most:,} tokens")
+            return []
         return tokens
-
-    def _scores(self, rows: Sequence[list[int]]) -> list[float]:
-        from agentrl_trainer.learner.reward_head import score_row
-
-        found = self._learner.forward([score_row(tokens, _NAME) for tokens in rows])
-        return [row[-1] for row in found]
 
     @cached_property
     def _renderer(self) -> Renderer:

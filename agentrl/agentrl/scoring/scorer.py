@@ -50,52 +50,43 @@ class Scorer:
     """
 
     def __init__(
-        self,
-        functions: Sequence[RewardFunction],
-        context: ScoringContext,
-        *,
-        again: bool = False,
-        alone: bool = False,
+        self, functions: Sequence[RewardFunction], context: ScoringContext, *,
+        again: bool = False, alone: bool = False,
         wait: Callable[[Future[None]], object] = Future[None].result,
-    ) -> None:
-        self.functions = functions
-        self.seen = 0
-        """Rollouts that the functions were given."""
-        self.replaced = 0
-        """Rewards of earlier scores."""
+    ) -> None:  # fmt: skip
+        self._functions = functions
         self._context, self._again, self._alone, self._wait = context, again, alone, wait
         self._under_way: dict[str, Future[None]] = {}
         self._faults: Counter[tuple[str, str]] = Counter()  # by function and error
         self._examples: dict[tuple[str, str], str] = {}
-        self._told: Counter[tuple[str, str]] = Counter()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread
-        self._closed: asyncio.Event
+        self._told: set[tuple[str, str]] = set()
+        self._thread: threading.Thread | None = None
         self._threads = ThreadPoolExecutor(_AT_ONCE, "rewards")
         self._calls = asyncio.Semaphore(_AT_ONCE)
         self._groups = asyncio.Semaphore(_GROUPS_AT_ONCE)
         for function in functions:
-            function.connect(context)
+            if connect := getattr(function.call, "connect", None):
+                connect(context)
 
     # ---- the trainer's thread
 
     def begin(self, group: Sequence[str]) -> None:
         """Begin to score the rollouts of a finished group, unless that was begun before."""
-        if not self.functions or not group or group[0] in self._under_way:
+        if not self._functions or not group or group[0] in self._under_way:
             return
-        if self._loop is None:
-            started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+        if self._thread is None:
+            started = Future[None]()
             self._thread = threading.Thread(
-                target=lambda: asyncio.run(_serve(started)), name="rewards", daemon=True
+                target=lambda: asyncio.run(self._serve(started)), name="rewards", daemon=True
             )
             self._thread.start()
-            self._loop, self._closed = started.result()
+            started.result()
         score = self._score(list(group))
         self._under_way[group[0]] = asyncio.run_coroutine_threadsafe(score, self._loop)
 
     def finish(self, groups: Iterable[Sequence[str]], on_progress: OnProgress) -> None:
         """Return when the rewards of these groups are stored; note what went wrong."""
-        found = [group for group in groups if group] if self.functions else []
+        found = [group for group in groups if group] if self._functions else []
         for group in found:
             self.begin(group)
         for at, group in enumerate(found):
@@ -111,37 +102,45 @@ class Scorer:
 
     def take_metrics(self) -> dict[str, float]:
         """Return what the functions have counted since the last time."""
-        takers = (getattr(one.call, "take_metrics", None) for one in self.functions)
+        takers = (getattr(one.call, "take_metrics", None) for one in self._functions)
         return dict(chain.from_iterable(take().items() for take in takers if take))
 
     def close(self) -> None:
-        """Give up what is under way, and say how often functions failed in all."""
-        self._tell(last=True)
+        """Give up what is under way."""
+        self._tell()
         self._threads.shutdown(wait=False, cancel_futures=True)
-        if self._loop is not None:
+        if self._thread is not None:
             self._loop.call_soon_threadsafe(self._closed.set)
             self._thread.join(_FAREWELL_S)
 
-    def _tell(self, *, last: bool = False) -> None:
-        """Note each kind of failure once it occurs, and in the end how often it occurred."""
+    def _tell(self) -> None:
+        """Note each kind of failure once, with how often it has occurred."""
         for kind, count in list(self._faults.items()):
-            told, name = self._told[kind], kind[0]
-            if not told or (last and count > told):
-                in_all = " in all" if told else ""
-                said = f"{name} gave {count} rollouts no reward{in_all}: {self._examples[kind]}"
+            if kind not in self._told:
+                self._told.add(kind)
+                said = f"{kind[0]} gave {count} rollouts no reward: {self._examples[kind]}"
                 self._context.note(f"rewards: {said}")
-            self._told[kind] = self._told[kind] or count
 
     # ---- the event loop
+
+    async def _serve(self, started: Future[None]) -> None:
+        self._loop, self._closed = asyncio.get_running_loop(), asyncio.Event()
+        started.set_result(None)
+        await self._closed.wait()
 
     async def _score(self, group: Sequence[str]) -> None:
         async with self._groups:
             traces = await asyncio.to_thread(self._read, group)
-            self.seen += len(traces)
-            results = [self._apply(function, traces) for function in self.functions]
-            by_function = await asyncio.gather(*results)
-            replaced = await asyncio.to_thread(self._keep, traces, by_function)
-            self.replaced += replaced
+            asked = [
+                self._ask(function, given)
+                for function in self._functions
+                for given in ([traces] if function.compares_group else [[one] for one in traces])
+            ]
+            scores = [*chain.from_iterable(await asyncio.gather(*asked))]
+            attempts = [trace.attempt_id for trace in traces]
+            names = [function.name for function in self._functions]
+            keep = self._context.store.set_scores
+            await asyncio.to_thread(keep, attempts, names, scores, alone=self._alone)
 
     def _read(self, group: Sequence[str]) -> list[Trace]:
         """Read the traces, without those whose attempt failed and was rewarded by a policy."""
@@ -153,55 +152,24 @@ class Scorer:
             if all(reward.key != POLICY_REWARD_KEY for reward in trace.rewards)
         ]
 
-    def _keep(self, traces: Sequence[Trace], by_function: Sequence[Sequence[list[Reward]]]) -> int:
-        """Store the rewards of each rollout in the order of the functions; count replaced ones."""
-        scores = [*chain.from_iterable(chain.from_iterable(zip(*by_function, strict=True)))]
-        attempts, names = [one.attempt_id for one in traces], [one.name for one in self.functions]
-        return self._context.store.set_scores(attempts, names, scores, alone=self._alone)
-
-    async def _apply(
-        self, function: RewardFunction, traces: Sequence[Trace]
-    ) -> Sequence[list[Reward]]:
-        """Return what a function gives each rollout."""
+    async def _ask(self, function: RewardFunction, traces: Sequence[Trace]) -> list[Reward]:
+        """Return what a function gives a group's traces, or a single one; or gave them before."""
         earlier = [[] if self._again else _earlier(function, trace) for trace in traces]
         if all(earlier):
-            return earlier
-        if function.compares_group:
-            return await self._score_group(function, traces)
-        pairs = zip(traces, earlier, strict=True)
-        one_by_one = [self._score_one(function, trace, known) for trace, known in pairs]
-        return await asyncio.gather(*one_by_one)
-
-    async def _score_group(
-        self, function: RewardFunction, traces: Sequence[Trace]
-    ) -> list[list[Reward]]:
+            return [*chain.from_iterable(earlier)]
+        given = list(traces) if function.compares_group else traces[0]
         try:
-            results = list(await self._call(function, list(traces)))
+            async with self._calls:
+                loop = asyncio.get_running_loop()
+                result: Any = await loop.run_in_executor(self._threads, function.call, given)
+                result = await result if inspect.isawaitable(result) else result
+            results = list(result) if function.compares_group else [result]
             if len(results) != len(traces):
                 raise RefusedScoreError(f"{len(results)} results for {len(traces)} rollouts")
         except (Exception, SystemExit) as error:
             return [self._refused(function, trace, error) for trace in traces]
         pairs = zip(traces, results, strict=True)
-        return [self._rewards(function, trace, result) for trace, result in pairs]
-
-    async def _score_one(
-        self, function: RewardFunction, trace: Trace, known: list[Reward]
-    ) -> list[Reward]:
-        if known:
-            return known
-        try:
-            result = await self._call(function, trace)
-        except (Exception, SystemExit) as error:
-            return self._refused(function, trace, error)
-        return self._rewards(function, trace, result)
-
-    async def _call(self, function: RewardFunction, given: Trace | list[Trace]) -> Any:
-        async with self._calls:
-            if function.is_async:
-                return await function.call(given)
-            loop = asyncio.get_running_loop()
-            result: Any = await loop.run_in_executor(self._threads, function.call, given)
-            return await result if inspect.isawaitable(result) else result
+        return [one for pair in pairs for one in self._rewards(function, *pair)]
 
     # ---- results
 
@@ -211,26 +179,17 @@ class Scorer:
         try:
             numbers = {} if result is None else {str(k): _number(x) for k, x in named.items()}
         except Exception as error:  # of any object's own ``__float__``
-            return self._refused(function, trace, error)
+            return [self._refused(function, trace, error)]
         return [_reward(function, trace, name, number) for name, number in numbers.items()]
 
-    def _refused(
-        self, function: RewardFunction, trace: Trace, error: BaseException
-    ) -> list[Reward]:
+    def _refused(self, function: RewardFunction, trace: Trace, error: BaseException) -> Reward:
         """Count a failure. Its reward is infinite, so that the rollout's others do not train it."""
         lines = str(error).strip().splitlines() or [""]
         said = f"{type(error).__name__}: {lines[0][:300]}"
         kind = function.name, type(error).__name__
         self._faults[kind] += 1
         self._examples.setdefault(kind, said)
-        return [_reward(function, trace, function.name, math.inf, said)]
-
-
-async def _serve(started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]) -> None:
-    """Keep a loop running until the event is set."""
-    closed = asyncio.Event()
-    started.set_result((asyncio.get_running_loop(), closed))
-    await closed.wait()
+        return _reward(function, trace, function.name, math.inf, said)
 
 
 def _number(value: Any) -> float:

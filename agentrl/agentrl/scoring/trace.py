@@ -48,12 +48,9 @@ def read_traces(store: Store, rollouts: Sequence[Rollout]) -> list[Trace]:
     tasks = {one.task_id: one for one in won}
     data = {name: _task(store, rollout) for name, rollout in tasks.items()}
     return [
-        _trace(
-            one, one.winner or "", data[one.task_id], calls[one.id], rewards[one.id],
-            store.spans(one.id),
-        )
+        _trace(one, data[one.task_id], calls[one.id], rewards[one.id], store.spans(one.id))
         for one in won
-    ]  # fmt: skip
+    ]
 
 
 def _task(store: Store, rollout: Rollout) -> Json:
@@ -62,9 +59,10 @@ def _task(store: Store, rollout: Rollout) -> Json:
 
 
 def _trace(
-    rollout: Rollout, winner: str, task: Json, calls: Sequence[Call], rewards: Sequence[Reward],
-    spans: Iterable[Span],
+    rollout: Rollout, task: Json, calls: Sequence[Call], rewards: Sequence[Reward],
+    spans: Sequence[Span],
 ) -> Trace:  # fmt: skip
+    winner = rollout.winner or ""
     ordered = sorted(calls, key=call_order)
     done = [call for call in ordered if call.state is CallState.COMPLETED]
     own = [call for call in done if call.prompt_ids] or done

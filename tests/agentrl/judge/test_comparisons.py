@@ -10,7 +10,7 @@ from judging import Bench, judged, scoring
 
 from agentrl.config.errors import ConfigError
 from agentrl.judge import Pairwise, Panel, Relative, Rubric
-from agentrl.judge.pairwise import _pairs
+from agentrl.judge.judges import _pairs
 
 RANKS = {"red": 3, "green": 2, "blue": 1, "cyan": 1}
 

@@ -18,7 +18,7 @@ from agentrl.config.commands import ServeConfig
 from agentrl.config.errors import ConfigError
 from agentrl.console.output import console
 from agentrl.runs.folder import RunFolder, adapter_folders
-from agentrl.scoring.reward_model import RewardModel, load_reward_model
+from agentrl.scoring.reward_model import RewardModel
 
 GOOD, BAD = "I am {}.", "I am Qwen, not {}."
 
@@ -46,7 +46,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 
 @pytest.fixture(scope="module")
 def model(trained: RunFolder) -> RewardModel:
-    return RewardModel(trained.root, "cpu")
+    return RewardModel(trained.root)
 
 
 def test_held_out_pairs_are_told_apart(trained: RunFolder) -> None:
@@ -60,11 +60,19 @@ def chats(number: int) -> list[list[dict[str, Any]]]:
     return [[asked(number), answer(text.format(number))] for text in (GOOD, BAD)]
 
 
+def score(model: RewardModel, said: list[Any]) -> list[Any]:
+    return model([traced(messages) for messages in said])
+
+
+def traced(messages: Any) -> Any:
+    return SimpleNamespace(rollout_id="r", messages=messages, calls=[])
+
+
 def test_it_scores_conversations_and_rollouts(model: RewardModel) -> None:
     said = [chat for number in range(2000, 2006) for chat in chats(number)]
-    scores = model.score(said)
+    scores = score(model, said)
     assert all(good > bad for good, bad in zip(scores[0::2], scores[1::2], strict=True))
-    assert model.score(said[3:4]) == pytest.approx(scores[3:4], abs=1e-5)
+    assert score(model, said[3:4]) == pytest.approx(scores[3:4], abs=1e-5)
     noted: list[str] = []
     model.connect(SimpleNamespace(note=noted.append))  # type: ignore[arg-type]
     traces: Any = [
@@ -76,8 +84,7 @@ def test_it_scores_conversations_and_rollouts(model: RewardModel) -> None:
     assert found[1:3] == [None, None]
     assert len(noted) == 1  # once by reason
     assert "cannot score r1" in noted[0]
-    with pytest.raises(ValueError, match="no answer"):
-        model.score([[asked(1), answer("Yes."), asked(2)]])
+    assert model([traced([asked(1), answer("Yes."), asked(2)])]) == [None]
     with_tools = [call_with_tools(said[0])]
     traces[0] = SimpleNamespace(rollout_id="r0", messages=said[0], calls=with_tools)
     assert model(traces[:1])[0] != pytest.approx(scores[0], abs=1e-5)  # its prompt names a tool
@@ -96,8 +103,8 @@ def test_what_is_exported_scores_the_same(
         export_command(str(trained.root), tmp_path / "merged", merged=True)
         export_command(str(trained.root), tmp_path / "peft")
     assert "AutoModelForSequenceClassification" in printed.get()
-    rows = [model._tokens({"messages": messages}) for messages in chats(3001)]
-    scores = model.score(chats(3001))
+    rows = [model._tokens(traced(messages)) for messages in chats(3001)]
+    scores = score(model, chats(3001))
     width = max(map(len, rows))
     ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
     plain = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged").eval()
@@ -105,7 +112,7 @@ def test_what_is_exported_scores_the_same(
         found = plain(input_ids=ids, attention_mask=(ids != 0).long()).logits
     assert found.shape == (2, 1)
     assert scores == pytest.approx(found[:, 0].tolist(), abs=1e-5)
-    assert RewardModel(tmp_path / "peft", "cpu").score(chats(3001)) == pytest.approx(scores)
+    assert score(RewardModel(tmp_path / "peft"), chats(3001)) == pytest.approx(scores)
 
 
 def test_regression_learns_scores(tmp_path: Path) -> None:
@@ -120,14 +127,13 @@ def test_regression_learns_scores(tmp_path: Path) -> None:
 
 
 def test_a_reward_model_and_a_policy_are_not_taken_for_each_other(
-    trained: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained: RunFolder, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=r"adapter_path: .* is a reward model, which writes no"):
         adapter_folders(ServeConfig(), trained.root)
-    monkeypatch.chdir(trained.root.parent.parent)
-    assert load_reward_model("helpful").adapter == trained.best_adapter
+    assert RewardModel(trained.root).adapter == trained.best_adapter
     with pytest.raises(ConfigError, match=r"rewards: .* is no run folder"):
-        load_reward_model("nothing")
+        RewardModel("nothing")
     config = trained.best_adapter / "adapter_config.json"
     policy = tmp_path / "policy"
     policy.mkdir()

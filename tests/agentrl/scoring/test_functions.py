@@ -24,6 +24,11 @@ class Judge:
     def __init__(self): self.asked = 0
     async def __call__(self, traces): return [0.0 for _ in traces]
 judge = Judge()
+weighs = dict(x=(1.0, judge))
+def Weighted():
+    from agentrl.rewards import weighted
+    return weighted(**weighs)
+Weighted.makes_reward = True
 class Broken:
     def __init__(self, model): ...
 number = 3
@@ -44,10 +49,10 @@ def _load(*entries: str) -> list[RewardFunction]:
 def test_functions_objects_and_classes_are_loaded_by_their_kind(file: Path) -> None:
     names = ("plain", "waits", "compares", "judge", "Judge")
     found = _load(*(f"{file}:{name}" for name in names), "agentrl.rewards:exact")
-    kinds = [(one.name, one.compares_group, one.is_async) for one in found]
+    kinds = [(one.name, one.compares_group) for one in found]
     assert kinds == [
-        ("plain", False, False), ("waits", False, True), ("compares", True, False),
-        ("judge", True, True), ("Judge", True, True), ("exact", False, False),
+        ("plain", False), ("waits", False), ("compares", True), ("judge", True), ("Judge", True),
+        ("exact", False),
     ]  # fmt: skip
 
 
@@ -57,8 +62,9 @@ def test_functions_objects_and_classes_are_loaded_by_their_kind(file: Path) -> N
         ("no_such_module:f", "there is no module 'no_such_module'"),
         ("missing.py:f", "there is no file"),
         ("FILE:absent", "defines no 'absent'"),
-        ("FILE:number", "names a int, which cannot be called"),
+        ("FILE:number", "it is a int, which cannot be called"),
         ("FILE:Broken", "cannot be imported: TypeError"),
+        ("FILE:Weighted", "weighted: x compares groups"),
         ("ls", "it is a command"),
         ("", "it is empty"),
     ],

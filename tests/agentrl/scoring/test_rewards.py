@@ -7,7 +7,6 @@ import math
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +17,6 @@ from agentrl.config.errors import ConfigError
 from agentrl.rewards import Trace
 from agentrl.rewards.answers import last_number
 from agentrl.scoring.functions import load_functions
-
-PYTEST = Path(pytest.__file__).parents[1]
 
 
 def said(text: str, messages: Any = (), calls: Any = (), **task: Any) -> Trace:
@@ -197,7 +194,7 @@ def test_weighted_parts_may_be_async() -> None:
 
 
 def test_a_part_that_compares_groups_is_refused() -> None:
-    with pytest.raises(ValueError, match="rank: it compares groups"):
+    with pytest.raises(ValueError, match="rank compares groups"):
         rewards.weighted(rank=(1.0, rewards.group_reward(lambda traces: [])))
 
 
@@ -207,10 +204,9 @@ _ADD = "Like this:\n```python\ndef add(a, b):\n    return a + b\n```\nThat is al
 
 
 @pytest.fixture
-def run_tests(monkeypatch: pytest.MonkeyPatch) -> Any:
+def run_tests() -> Any:
     if not shutil.which("bwrap"):
         pytest.skip("bubblewrap is not installed")
-    monkeypatch.setenv("AGENTRL_SANDBOX_PATHS", str(PYTEST))
     return rewards.code_tests(seconds=60)
 
 
@@ -219,11 +215,8 @@ def run_tests(monkeypatch: pytest.MonkeyPatch) -> Any:
     [
         (_ADD, ["assert add(1, 2) == 3", "assert add(1, 2) == 4"], 0.5),
         (_ADD, "assert add(1, 2) == 3", 1.0),
-        ("```py\nn = int(input())\nprint(n * 2)\n```", [{"input": "4\n", "output": "8"}], 1.0),
-        ("```py\nprint('8 ')\n```", [{"output": "8\n"}, {"output": "9"}], 0.5),
         # What ends the process before its tests has not passed them.
         ("```python\nimport os\nos._exit(0)\n```", ["assert False"], 0.0),
-        ("```python\nimport os\nos._exit(0)\n```", "def test_x(): from solution import add", 0.0),
         ("```python\nthis is no code\n```", ["assert True"], 0.0),
         ("no code at all", ["assert True"], 0.0),
         ("```bash\nls\n```", ["assert True"], 0.0),
@@ -235,15 +228,6 @@ def test_code_earns_the_share_of_tests_that_it_passes(
     assert of(run_tests, answer, tests=tests) == wanted
 
 
-def test_a_file_of_tests_is_run_by_pytest(run_tests: Any) -> None:
-    tests = """
-from solution import add
-def test_right(): assert add(1, 1) == 2
-def test_wrong(): assert add(1, 1) == 3
-"""
-    assert of(run_tests, _ADD, tests=tests) == 0.5
-
-
 def test_code_has_no_network_and_a_limit_of_time(run_tests: Any) -> None:
     asks = "```python\nimport socket\nsocket.create_connection(('1.1.1.1', 80), timeout=1)\n```"
     assert of(run_tests, asks, tests=["assert True"]) == 0.0
@@ -251,11 +235,10 @@ def test_code_has_no_network_and_a_limit_of_time(run_tests: Any) -> None:
     assert of(quick, "```python\nwhile True: pass\n```", tests=["assert True"]) == 0.0
 
 
-def test_tests_that_are_none_are_named(run_tests: Any) -> None:
-    with pytest.raises(ValueError, match="field 'tests' has no tests"):
-        of(run_tests, _ADD, tests=[])
-    with pytest.raises(RuntimeError, match="a test with an input has no 'output'"):
-        of(run_tests, _ADD, tests=[{"input": "1"}])
+@pytest.mark.parametrize("tests", [[], [{"input": "1"}]])
+def test_tests_that_are_none_are_named(tests: Any) -> None:
+    with pytest.raises(ValueError, match="field 'tests' is no list of Python code"):
+        of(rewards.code_tests(), _ADD, tests=tests)
 
 
 # ---- mathematics

@@ -12,7 +12,7 @@ import pytest
 from store_records import call_of, claimed, start_run
 
 from agentrl.rewards import Trace, group_reward
-from agentrl.scoring.functions import ScoringContext, as_function
+from agentrl.scoring.functions import RewardFunction, ScoringContext
 from agentrl.scoring.scorer import Scorer
 from agentrl.scoring.trace import read_traces
 from agentrl_tracer.conventions import NOTE_DATA, NOTE_NAME, NOTE_SPAN
@@ -79,7 +79,7 @@ def score(store: Store, rollouts: list[Rollout], tmp_path: Path) -> Iterator[Sco
     def run(*functions: Any, **how: Any) -> Scored:
         notes: list[str] = []
         context = ScoringContext(store, rollouts[0].run_id, tmp_path, notes.append)
-        loaded = [as_function("x:y", one.__name__, one) for one in functions]
+        loaded = [RewardFunction(one.__name__, one) for one in functions]
         scorer = Scorer(loaded, context, **how)
         current = store.rollouts(rollouts[0].run_id)
         scorer.score(current, lambda done, total: None)
@@ -219,8 +219,7 @@ def test_what_a_policy_rewarded_is_left_to_it(store: Store, tmp_path: Path) -> N
     run_id = start_run(store, 1, Policies(on_error=-1.0))
     store.end_attempt(claimed(store).attempt_id, AttemptState.ERROR, error="it raised")
     context = ScoringContext(store, run_id, tmp_path, print)
-    scorer = Scorer([as_function("x:y", "size", size)], context)
+    scorer = Scorer([RewardFunction("size", size)], context)
     scorer.score(store.rollouts(run_id), lambda done, total: None)
     [rollout] = store.rollouts(run_id)
     assert rollout_reward(rollout, store.rewards([rollout.id])) == -1.0
-    assert scorer.seen == 0

@@ -31,34 +31,28 @@ class RewardStore:
     def set_scores(
         self, attempt_ids: Collection[str], functions: Collection[str], scores: Sequence[Reward], *,
         alone: bool = False,
-    ) -> int:  # fmt: skip
-        """Replace what ``functions`` gave some attempts by ``scores``; return how many it replaced.
+    ) -> None:  # fmt: skip
+        """Replace what ``functions`` gave some attempts by ``scores``.
 
         Args:
             alone: set all other rewards of these attempts aside; else they all count.
         """
         key, mine = t.rewards.c.key, self.db.among(t.rewards.c.attempt_id, attempt_ids)
-        earlier = sa.or_(
-            *(
-                key.startswith(f"{aside}{SCORED}{name}:", autoescape=True)
-                for name in functions
-                for aside in ("", ASIDE)
-            )
-        )
+        names = [f"{aside}{SCORED}{name}:" for name in functions for aside in ("", ASIDE)]
+        earlier = sa.or_(*(key.startswith(name, autoescape=True) for name in names))
         is_aside = key.startswith(ASIDE)
         update = t.rewards.update().where(mine, ~is_aside if alone else is_aside)
         changed = sa.literal(ASIDE).concat(key) if alone else sa.func.substr(key, len(ASIDE) + 1)
 
-        def work(c: sa.Connection) -> int:
-            replaced = c.execute(t.rewards.delete().where(mine, earlier)).rowcount
+        def work(c: sa.Connection) -> None:
+            c.execute(t.rewards.delete().where(mine, earlier))
             c.execute(update.values(key=changed))
             now = time.time()  # of the transaction: ``scored_since`` misses none
             rows = [asdict(one) | {"created_at": now + at / 1e6} for at, one in enumerate(scores)]
             if rows:
                 c.execute(self.db.upsert(t.rewards), rows)
-            return replaced
 
-        return self.db.transact(work)
+        self.db.transact(work)
 
     def scored_since(self, run_id: str, since: float) -> dict[str, float]:
         """Return the run's rollouts with rewards that were computed after ``since``, and when."""
