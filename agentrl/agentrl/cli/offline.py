@@ -33,7 +33,7 @@ def reward_model_command(*tokens: Tokens) -> None:
     """Train a reward model: a LoRA adapter with a head that gives a conversation a number.
 
     It learns from pairs of answers, or with --loss regression from scored answers; both come from
-    files or from a run. A training takes it as a reward with --rewards model:NAME; `agentrl export`
+    files or from a run. A training takes it as a reward with --rewards model:RUN; `agentrl export`
     writes it in the form of transformers' AutoModelForSequenceClassification.
     """
     _train(RewardModelConfig, "reward-model", tokens)

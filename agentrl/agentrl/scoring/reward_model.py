@@ -1,4 +1,4 @@
-"""A trained reward model as a reward: ``rewards = ["model:NAME"]``.
+"""A trained reward model as a reward: ``rewards = ["model:RUN"]``.
 
 It scores conversations as it was trained on them: rendered by the chat template, up to the end of
 the last answer. Loads torch and the weights at the first score.
