@@ -125,13 +125,19 @@ def evaluate(
 ) -> dict[str, float]:
     """Return the held-out accuracy of each adapter, by its name."""
     runs = given.runs / f"eval-{seed}"
-    if not list(runs.glob("*/summary.json")):
+    if not (found := compared(runs)):
         command = f"eval {HERE}/player.py:rewarded --tasks {tasks} --runs {runs} {COMMON}".split()
         paths = [word for path in adapters.values() for word in ("--adapter-path", str(path))]
         execute(given, runs.name, [*command, *paths])
-    summary = json.loads(next(runs.glob("*/summary.json")).read_text())
-    rates = (one["accuracy"]["rate"] for one in summary["compared"])
+        found = compared(runs)
+    rates = (one["accuracy"]["rate"] for one in found)
     return dict(zip(adapters, rates, strict=True))
+
+
+def compared(runs: Path) -> list[dict]:
+    """Return the comparison of an evaluation that has ended; empty before."""
+    summaries = (json.loads(path.read_text()) for path in runs.glob("*/summary.json"))
+    return next((one["compared"] for one in summaries if "compared" in one), [])
 
 
 def execute(given: argparse.Namespace, name: str, words: list[str]) -> None:

@@ -168,7 +168,7 @@ def run_scores(config: RewardModelConfig) -> Samples:
     """Return the rollouts of ``data.from_run`` with how good they were.
 
     Raises:
-        ConfigError: the run has another base model, nobody judged it, or ``where`` is wrong.
+        ConfigError: the run has another base model or no feedback, or ``where`` is wrong.
     """
     found = Samples()
     found.kept = [example for _, example in _judged(config, found.left_out)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -33,20 +34,33 @@ def objective_of(config: OfflineConfig) -> Objective:
     return RewardModel() if isinstance(config, RewardModelConfig) else Sft()
 
 
-class Objective:
+class Objective(ABC):
     """How examples become updates. It keeps no state: a resumed run makes a new one."""
 
-    name = ""
+    name: str
     """Of the command and the kind of the run."""
 
-    def rows_and_loss(self, client: TrainingClient, examples: Sequence[Example]) -> RowsAndLoss:
-        """Return the rows of examples, and the loss of their log-probs or scores."""
-        raise NotImplementedError
-
+    @abstractmethod
     def update(
         self, client: TrainingClient, examples: Sequence[Example], adam: AdamParams
     ) -> dict[str, float]:
         """Make one optimizer step; return its metrics, of which ``loss`` is one."""
+
+    @abstractmethod
+    def measure(self, client: TrainingClient, examples: Sequence[Example]) -> dict[str, float]:
+        """Measure held-out examples without a gradient; ``loss`` is one of the metrics."""
+
+
+class JudgedObjective(Objective):
+    """Learns from pairs or scores, by a loss of whole answers."""
+
+    @abstractmethod
+    def rows_and_loss(self, client: TrainingClient, examples: Sequence[Example]) -> RowsAndLoss:
+        """Return the rows of examples, and the loss of their log-probs or scores."""
+
+    def update(
+        self, client: TrainingClient, examples: Sequence[Example], adam: AdamParams
+    ) -> dict[str, float]:
         added = client.forward_backward_custom(*self.rows_and_loss(client, examples))
         stepped = client.optim_step(adam).result().metrics
         found = added.result().metrics
@@ -54,7 +68,6 @@ class Objective:
         return {"loss": found["loss:sum"], **rewards, **stepped}
 
     def measure(self, client: TrainingClient, examples: Sequence[Example]) -> dict[str, float]:
-        """Measure held-out examples without a gradient; ``loss`` is one of the metrics."""
         rows, loss = self.rows_and_loss(client, examples)
         outputs = client.forward(rows, "cross_entropy").result().loss_fn_outputs
         value, metrics = loss(rows, [torch.from_numpy(one["logprobs"]) for one in outputs])
@@ -88,7 +101,7 @@ class Sft(Objective):
         return {"loss": found["loss:sum"] / _weight(rows)}
 
 
-class Prefer(Objective):
+class Prefer(JudgedObjective):
     """Learns pairs. The reference is the adapter ``REFERENCE``, else the base model."""
 
     name = "prefer"
@@ -112,7 +125,7 @@ class Prefer(Objective):
         return rows, pair_loss(self._loss, self._beta, gamma=self._gamma, kl=kl)
 
 
-class RewardModel(Objective):
+class RewardModel(JudgedObjective):
     """Learns scores from pairs (Bradley-Terry) or from scored rows (regression)."""
 
     name = "reward-model"
