@@ -194,7 +194,7 @@ def _judged(
         found.append((longest, Example((row,), longest["task"], value)))
     if not found and data.by == "feedback":
         raise ConfigError(
-            f"data.by: nobody has judged any of these {len(rollouts)} rollouts of {data.from_run}. "
+            f"data.by: none of the {len(rollouts)} rollouts of {data.from_run} has feedback. "
             "Give thumbs or scores in `agentrl ui`, for a pair to two of a group, or leave --by out"
         )
     return found
