@@ -200,52 +200,38 @@ class LlamaCpuForward(BatchedForward):
         q, k = qk[:, : self._queries], qk[:, self._queries :]
         shape = work.batch, work.new
         keys, values = work.rows.write(layer, k.unflatten(0, shape), v.unflatten(0, shape))
-        mask, stem = work.mask, work.rows.stem
-        masses: list[Tensor] = []
-        if work.blocks:
-            outs = [
-                self._attend_one(
-                    q[a:b], keys[a:b, :, :view], values[a:b, :, :view], mask[a:b],
-                    None if stem is None else masses,
-                )
-                for a, b, view in work.blocks
-            ]  # fmt: skip
-            out = _joined(outs)
-        else:
-            many = q.view(*shape, self._queries, self._dim).transpose(1, 2)
-            if stem is None:
-                out = F.scaled_dot_product_attention(
-                    many, keys, values, mask, scale=self._scaling, enable_gqa=True
-                )
-            else:
-                out, mass = stem_attention.flash(
-                    many, keys, values, attn_mask=mask, scale=self._scaling
-                )
-                masses.append(mass.transpose(1, 2).flatten(0, 1))
-            out = out.transpose(1, 2).flatten(0, 1).flatten(1)
+        stem, new = work.rows.stem, work.new
+        found = [
+            self._attend_own(
+                q[a * new : b * new], keys[a:b, :, :view], values[a:b, :, :view],
+                work.mask[a:b, ..., :view], mass=stem is not None,
+            )
+            for a, b, view in work.blocks or [(0, work.batch, work.rows.view)]
+        ]  # fmt: skip
+        out, *masses = map(_joined, zip(*found, strict=True))
         if stem is None:
-            return out
-        before = (x[layer : layer + 1, :, : work.rows.first] for x in (stem.keys, stem.values))
-        found = stem_attention.flash(q.transpose(0, 1)[None], *before, scale=self._scaling)
-        seen, mass = (x[0].transpose(0, 1) for x in found)  # [B * T, H, D] and [B * T, H]
-        share = torch.sigmoid(mass - _joined(masses))[..., None]
-        return out.view_as(seen).lerp(seen, share).flatten(1)
+            return out.flatten(1)
+        before = (x[layer, :, : work.rows.first] for x in (stem.keys, stem.values))
+        seen, mass = stem_attention.over_stem(q, *before, scale=self._scaling)
+        return out.lerp(seen, torch.sigmoid(mass - masses[0])[..., None]).flatten(1)
 
-    def _attend_one(
-        self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, masses: list[Tensor] | None
-    ) -> Tensor:
-        """The same for one new token per row; ``masses`` gets the logarithms of the weights' sums.
-
-        The heads of a group stand in for query positions, so nothing is repeated. SDPA's CPU kernel
-        takes a third longer for so few of them.
-        """
-        batch, groups, view, _ = keys.shape
-        q = q.reshape(batch * groups, -1, self._dim)
-        mask = mask[..., :view].expand(batch, groups, 1, view).flatten(0, 1)
-        scores = torch.baddbmm(mask, q, keys.flatten(0, 1).transpose(1, 2), alpha=self._scaling)
-        if masses is not None:
-            masses.append(scores.logsumexp(-1).view(batch, -1))
-        return torch.bmm(scores.softmax(-1), values.flatten(0, 1)).view(batch, -1)
+    def _attend_own(
+        self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, *, mass: bool
+    ) -> list[Tensor]:
+        """[B * T, H, D], and with ``mass`` the logarithms of the weights' sums [B * T, H]."""
+        batch, groups, new = len(keys), keys.shape[1], mask.shape[2]
+        if new == 1:  # heads of a group stand in for query positions: keys are read once for them
+            q = q.view(batch, groups, -1, self._dim)
+            mask = mask.expand(-1, -1, q.shape[2], -1)
+        else:
+            q = q.view(batch, new, -1, self._dim).transpose(1, 2)
+        if mass:
+            found = stem_attention.flash(q, keys, values, attn_mask=mask, scale=self._scaling)
+        else:
+            attention = F.scaled_dot_product_attention
+            found = [attention(q, keys, values, mask, scale=self._scaling, enable_gqa=True)]
+        by_head = (x.reshape(batch, -1, new, *x.shape[3:]) for x in found)
+        return [x.transpose(1, 2).flatten(0, 1) for x in by_head]
 
     def _rotation(self, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines, each [B * T, 1, D], at positions below ``end``."""

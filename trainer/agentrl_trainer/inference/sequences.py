@@ -34,6 +34,8 @@ _HEADROOM = 64
 """Tokens that every sequence is expected to grow by: a full pool would preempt at once."""
 _SHORTEST_STEM = 512
 """What shorter prompts share is copied into the row of each."""
+_STEM_STEP = 16
+"""Lengths of stems are multiples of it, so that attention can halve and quarter them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -184,7 +186,8 @@ class Lane:
             stem = self.pool.keep_whole(self, tokens[:shared], source)
             if stem is not None:
                 stem.in_use = lambda: any(b.resident for b in self.branches if b.stem is stem)
-                self.branches.append(best := Branch(self, stem, shared))
+                even = shared // _STEM_STEP * _STEM_STEP
+                self.branches.append(best := Branch(self, stem, even))
         return best
 
     def forget_branches(self) -> None:
