@@ -1,4 +1,4 @@
-"""Attention to a whole stem, in one piece and in several, beside attention that holds its scores."""
+"""Attention to a whole stem, in one piece and in several, beside attention with all scores."""
 
 from __future__ import annotations
 
