@@ -261,6 +261,19 @@ def test_a_template_that_rewrites_history_is_respected(tokenizer: Any) -> None:
             assert after.ids == renderer.render(more)
 
 
+def test_what_is_known_exactly_explains_before_what_is_alike(tokenizer: Any) -> None:
+    """The same messages had no tools; with these tools, the reply had a thought."""
+    source = template(content="{{ m.reasoning_content }}{{ m.content }}")
+    renderer = with_template(tokenizer, "{{ 'tools' if tools }}" + source)
+    known, asked = Conversations(), [{"role": "user", "content": "Hello"}]
+    plain = {"role": "assistant", "content": "Hi"}
+    for tools, reply in ((None, plain), (TOOLS, {**plain, "reasoning_content": "Greet."})):
+        prompt = render_prompt(renderer, known, asked, tools, None)
+        remember_reply(renderer, known, prompt, reply, [1], "Hi", cut=False)
+    more = [*asked, plain, {"role": "user", "content": "?"}]
+    assert render_prompt(renderer, known, more, TOOLS, None).branched is Branch.TOOLS_CHANGED
+
+
 def test_turns_hold_their_tokens_once() -> None:
     turns = [Said(range(1000))]
     for turn in range(1, 500):
