@@ -121,7 +121,7 @@ class Learner(AdapterOptimizers):
         """Give an attached adapter its heads, if there are any, and its optimizer."""
         parameters = adapter_parameters(self.model, name)
         if self.score:
-            head = self.reward_heads[name] = RewardHead(self._width, seed=seed).to(self.base.device)
+            head = self.reward_heads[name] = RewardHead(self._width).to(self.base.device)
             parameters |= dict(head.named_parameters())
         self.add_parameters(name, parameters)
         if self.value is not None:

@@ -19,17 +19,16 @@ from agentrl_trainer.learner.preference_losses import preference_metrics
 
 
 class RewardHead(nn.Module):
-    """``[N, hidden] -> [N]`` float32.
+    """``[N, hidden] -> [N]`` float32; 0 before training.
 
-    Weights are drawn from N(0, 1 / (hidden + 1)), as by Stiennon et al. (arXiv:2009.01325).
+    A random head, as in Stiennon et al. (arXiv:2009.01325), gives scores that a short training does
+    not unlearn.
     """
 
-    def __init__(self, hidden_size: int, *, seed: int) -> None:
+    def __init__(self, hidden_size: int) -> None:
         super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            self.score = nn.Linear(hidden_size, 1, bias=False)
-            nn.init.normal_(self.score.weight, std=(hidden_size + 1) ** -0.5)
+        self.score = nn.Linear(hidden_size, 1, bias=False)
+        nn.init.zeros_(self.score.weight)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.score(hidden.float())[:, 0]
