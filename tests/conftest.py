@@ -16,6 +16,17 @@ import real_vllm
 
 from agentrl_tracer.store import Store
 
+ON_DEMAND = ("guards", "before_rl")
+"""Tests with these markers take minutes: ``make guards``, ``make before-rl``."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for name in ON_DEMAND:
+        if name not in config.getoption("-m"):
+            for item in items:
+                if item.get_closest_marker(name):
+                    item.add_marker(pytest.mark.skip(reason=f"make {name.replace('_', '-')}"))
+
 
 @pytest.fixture(scope="session")
 def vllm_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:

@@ -81,13 +81,14 @@ def interval(values: list[float]) -> str:
 def measure(given: argparse.Namespace, recipe: Recipe, seed: int) -> dict[str, float]:
     """Run the stages of a seed; return the held-out figures by name."""
 
-    def stage(name: str, command: str) -> Path:
+    def stage(name: str, command: str, **environment: str) -> Path:
         """Run a command that makes a run folder, unless that is finished; return the folder."""
         folder = given.runs / f"{name}-{seed}"
         if not (folder / "summary.json").exists():
             old = ["--resume", str(folder)]
             new = ["--runs", str(given.runs), "--name", folder.name, "--seed", str(seed)]
-            execute(given, folder.name, [*command.split(), *(old if folder.exists() else new)])
+            words = [*command.split(), *(old if folder.exists() else new)]
+            execute(given, folder.name, words, **environment)
         return folder
 
     tasks, held_out = write_tasks(given.runs)
@@ -99,8 +100,8 @@ def measure(given: argparse.Namespace, recipe: Recipe, seed: int) -> dict[str, f
     model = stage("taste", f"reward-model --from-run {collect} --held-out 0.25 {recipe.taste}")
     kl = "--algorithm.kl.coef 0.01"
     by_truth = stage("true", f"train {true} --tasks {tasks} {kl} {recipe.rl}")
-    os.environ["TASTE"] = str(model)
-    by_model = stage("judged", f"train {judged} --tasks {tasks} {by_taste} {kl} {recipe.rl}")
+    judging = f"train {judged} --tasks {tasks} {by_taste} {kl} {recipe.rl}"
+    by_model = stage("judged", judging, TASTE=str(model))
     adapters = {
         "base": "base", "collect": collect, "sft": good, "prefer": preferred, "true": by_truth,
         "judged": by_model,
@@ -140,11 +141,12 @@ def compared(runs: Path) -> list[dict]:
     return next((one["compared"] for one in summaries if "compared" in one), [])
 
 
-def execute(given: argparse.Namespace, name: str, words: list[str]) -> None:
+def execute(given: argparse.Namespace, name: str, words: list[str], **environment: str) -> None:
     began, model = time.perf_counter(), ["--model", given.model]
     with (given.runs / f"{name}.log").open("a") as log:
         command = [sys.executable, "-m", "agentrl", *words, *model]
-        subprocess.run(command, check=True, stdout=log, stderr=log)
+        variables = os.environ | environment
+        subprocess.run(command, check=True, stdout=log, stderr=log, env=variables)
     print(f"{name}: {time.perf_counter() - began:.0f} s", flush=True)
 
 
