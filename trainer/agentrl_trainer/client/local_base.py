@@ -8,13 +8,15 @@ import itertools
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 from torch import Tensor
 
 from agentrl_trainer.checkpoint import Checkpoint, latest_checkpoint
 from agentrl_trainer.client.futures import OperationThread
 from agentrl_trainer.client.types import Folder
+from agentrl_trainer.distributed.plan import FollowerPlan
 from agentrl_trainer.inference import RequestError, SamplerEngine
 from agentrl_trainer.learner.learner import Learner
 from agentrl_trainer.models.devices import on_own_thread
@@ -26,18 +28,23 @@ class LocalBase:
     """Everything that touches the learner runs on ``worker``, in order. Sampling has the engine's
     thread and its own copy of the base.
 
-    ``load`` is called once for training and once for sampling, each at first use.
+    ``load`` is called once for training and once for sampling, each at first use. ``followers``:
+    other processes that train with this one.
     """
 
     def __init__(
-        self, name: str, load: Callable[[], BaseModel], learner_options: Mapping[str, Any]
+        self,
+        name: str,
+        load: Callable[[], BaseModel],
+        learner_options: Mapping[str, Any],
+        followers: FollowerPlan | None = None,
     ) -> None:
         self.name = name
         self.worker = OperationThread(f"agentrl-train-{name}")
         self.adaptable: list[str] = []
         """Paths of the base's linear layers and experts, once it is loaded for training."""
         self._load = load
-        self._learner_options = learner_options
+        self._learner_options, self._followers = learner_options, followers
         self._lock = threading.Lock()
         self._training: BaseModel | None = None
         self._engine: SamplerEngine | None = None
@@ -77,7 +84,13 @@ class LocalBase:
         """Add an adapter to the learner, or make the learner with it; on the worker."""
         if self._learner is None:
             options = {**lora, **self._learner_options}
-            self._learner = Learner(self.training, adapters=(name,), **options)
+            learner = Learner(self.training, adapters=(name,), **options)
+            if self._followers is not None:
+                from agentrl_trainer.distributed.ranks import RankedLearner
+
+                options = {"adapters": (name,), **options}
+                learner = RankedLearner(learner, replace(self._followers, learner_options=options))
+            self._learner = cast(Learner, learner)
         else:
             self._learner.add_adapter(name, **lora)
 
@@ -96,6 +109,8 @@ class LocalBase:
                 self._engine.unload_adapter(name)
 
     def close(self) -> None:
+        if self._followers is not None and self._learner is not None:
+            self.worker.submit(cast(Any, self._learner).close).result()
         self.worker.shutdown()
         if self._engine is not None:
             self._engine.stop()

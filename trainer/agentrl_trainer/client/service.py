@@ -16,7 +16,7 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import cached_property, partial
 from pathlib import Path
@@ -46,6 +46,7 @@ from agentrl_trainer.client.types import (
     SavedPath,
     SupportedModel,
 )
+from agentrl_trainer.distributed.plan import FollowerPlan, SetupCall
 from agentrl_trainer.models.loading import BaseModel, load_base
 from agentrl_trainer.models.saved_lora import CONFIG_FILE
 from agentrl_trainer.names import TINY_MODEL, check_name
@@ -65,8 +66,10 @@ class ServiceClient:
         device, dtype: of the local model, see ``loading.load_base``.
         options: Tinker-only parameters, and for the local backend ``load_in_4bit``,
             ``trust_remote_code``, ``chat_template`` (``loading.load_base``), ``token_budget``,
-            ``gradient_checkpointing`` and ``value`` (``learner.Learner``), and ``threads``: torch's
-            for a model of so many parameters, where the process leaves them to the service.
+            ``gradient_checkpointing`` and ``value`` (``learner.Learner``), ``trainers``: processes
+            that train as one, of which this is the first, ``trainer_setup``: what each other one
+            calls first (``distributed.ranks.FollowerPlan``), and ``threads``: torch's for a model
+            of so many parameters, where the process leaves them to the service.
     """
 
     folder: Path
@@ -107,6 +110,8 @@ class ServiceClient:
         self._model_options = {name: ours.pop(name) for name in of_model}
         self._model_options |= {"device": device, "dtype": dtype}
         self._threads: Callable[[int], int] | None = ours.pop("threads", None)
+        self._trainers: int = ours.pop("trainers", 1)
+        self._trainer_setup: Sequence[SetupCall] = ours.pop("trainer_setup", ())
         self._learner_options = ours
         self._bases: dict[str, LocalBase] = {}
         self._made = 0
@@ -163,9 +168,12 @@ class ServiceClient:
     def _base(self, name: str) -> LocalBase:
         with self._lock:
             if name not in self._bases:
-                self._bases[name] = LocalBase(
-                    name, partial(self._load, name), self._learner_options
-                )
+                followers = None
+                if self._trainers > 1:
+                    options, setup = self._model_options, self._trainer_setup
+                    followers = FollowerPlan(name, options, setup, size=self._trainers)
+                load = partial(self._load, name)
+                self._bases[name] = LocalBase(name, load, self._learner_options, followers)
             return self._bases[name]
 
     def _load(self, name: str) -> BaseModel:

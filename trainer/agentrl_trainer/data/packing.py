@@ -135,6 +135,24 @@ def pack(
     return [_micro_batch(source, chunk, share) for chunk in chunks]
 
 
+def split_rows(source: Sequence[TrainingRow], parts: int) -> list[list[int]]:
+    """Split rows, by index, into parts of about equal numbers of unique tokens.
+
+    Deterministic. Rows with long common prefixes stay together but at the borders of parts. Rows
+    that train nothing are of the first part.
+    """
+    rows = _rows(source)
+    sizes = _branch_lengths(rows)
+    total, before = max(sum(sizes), 1), 0
+    found: list[list[int]] = [[] for _ in range(parts)]
+    for row, size in zip(rows, sizes, strict=True):
+        found[int((before + size / 2) / total * parts)].append(row.place)
+        before += size
+    taken = {row.place for row in rows}
+    found[0] += [index for index in range(len(source)) if index not in taken]
+    return found
+
+
 class _Row(NamedTuple):
     """The part of a training row that goes through the model: what predicts trained tokens."""
 

@@ -26,7 +26,14 @@ from agentrl_trainer.learner.loss_options import (
     ValueParams,
     parse_loss_options,
 )
-from agentrl_trainer.learner.losses import LOSSES, CustomLoss, Sums, add_sums, token_sums
+from agentrl_trainer.learner.losses import (
+    LOSSES,
+    CustomLoss,
+    Sums,
+    add_sums,
+    custom_slopes,
+    token_sums,
+)
 from agentrl_trainer.learner.optimizers import VALUE, AdapterOptimizers
 from agentrl_trainer.learner.prepare_batch import finite_parts
 from agentrl_trainer.learner.reward_head import RewardHead
@@ -375,12 +382,8 @@ class Learner(AdapterOptimizers):
             scatter(batches[0], kept.detach(), found)
         else:
             found = self.forward(rows)
-        logprobs = [torch.tensor(row, requires_grad=True) for row in found]
-        loss, metrics = function(rows, logprobs)
-        if loss.dim() != 0 or not loss.requires_grad:
-            raise ValueError("a custom loss must return a scalar that depends on the log-probs")
-        grads = torch.autograd.grad(loss, logprobs, allow_unused=True, materialize_grads=True)
-        slopes = {index: grad.tolist() for index, grad in enumerate(grads)}
+        loss, metrics, of_rows = custom_slopes(rows, found, function)
+        slopes = dict(enumerate(of_rows))
         sums: Sums = {}
         for batch in self._ready(stems := self._stems(batches, backward=True)):
             computed = self._forward_batch(batch)[0] if kept is None else kept
@@ -388,8 +391,7 @@ class Learner(AdapterOptimizers):
             if not self._backward((computed * gather(batch, slopes)).sum(), batch.adapter):
                 break
         counts = count_tokens(rows, batches, recomputed=stems.recomputed)
-        stats = step_stats(loss.item(), sums, counts, non_finite=bool(self.non_finite))
-        return stats, dict(metrics)
+        return step_stats(loss, sums, counts, non_finite=bool(self.non_finite)), metrics
 
 
 def default_token_budget(device: str) -> int:

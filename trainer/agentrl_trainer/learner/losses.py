@@ -53,6 +53,22 @@ shape [tokens of the row] and is 0 where nothing trains; of a client's ``Datum``
 the targets, [T]. The loss counts as it is: divide it yourself."""
 
 
+def custom_slopes(
+    data: Sequence[D], logprobs: Sequence[list[float]], function: CustomLoss[D]
+) -> tuple[float, dict[str, float], list[list[float]]]:
+    """Return a custom loss, its metrics, and its gradient by each log-prob.
+
+    Raises:
+        ValueError: the loss is no scalar that depends on the log-probs.
+    """
+    given = [torch.tensor(row, requires_grad=True) for row in logprobs]
+    loss, metrics = function(data, given)
+    if loss.dim() != 0 or not loss.requires_grad:
+        raise ValueError("a custom loss must return a scalar that depends on the log-probs")
+    grads = torch.autograd.grad(loss, given, allow_unused=True, materialize_grads=True)
+    return loss.item(), dict(metrics), [grad.tolist() for grad in grads]
+
+
 @dataclass(frozen=True, slots=True)
 class Tokens:
     """What a formula sees: tensors [N], one entry for each token."""

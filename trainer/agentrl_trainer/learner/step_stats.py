@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from agentrl_trainer.data.packing import TokenCounts
@@ -70,4 +70,34 @@ def step_stats(loss: float, sums: Sums, counts: TokenCounts, *, non_finite: bool
         tokens_recomputed=counts.recomputed,
         skipped_non_finite=non_finite,
         metrics={name: values[name] / tokens for name in _OPTIONAL if name in values},
+    )
+
+
+def merged(parts: Sequence[StepStats]) -> StepStats:
+    """Return the stats of all rows, of which each part saw some.
+
+    ``tokens_unique`` is the sum of the parts', in which a prefix that parts share is counted twice.
+    """
+
+    def total(name: str) -> Any:
+        return sum(getattr(part, name) for part in parts)
+
+    def mean(values: Iterable[float]) -> float:
+        both = zip(parts, values, strict=True)
+        return sum(part.tokens * value for part, value in both) / max(total("tokens"), 1)
+
+    sums = ("loss", "tokens", "tokens_total", "tokens_unique", "tokens_saved", "tokens_recomputed")
+    means = (
+        "entropy", "ratio_mean", "clip_fraction", "sampler_trainer_kl", "mean_logprob_difference",
+    )  # fmt: skip
+    largest = ("ratio_max", "max_logprob_difference", "skipped_non_finite")
+    return StepStats(
+        **{name: total(name) for name in sums},
+        **{name: mean(getattr(part, name) for part in parts) for name in means},
+        **{name: max(getattr(part, name) for part in parts) for name in largest},
+        metrics={
+            name: mean(part.metrics.get(name, 0.0) for part in parts)
+            for name in _OPTIONAL
+            if any(name in part.metrics for part in parts)
+        },
     )

@@ -1,0 +1,44 @@
+"""How a process becomes a rank of a learner: what the first one sends to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+_SLOWEST = timedelta(minutes=30)
+"""How long ranks wait for the slowest one's share of a call."""
+Call = tuple[str, tuple[Any, ...], dict[str, Any]]
+"""A method, its arguments and its options."""
+
+
+SetupCall = tuple[str, tuple[Any, ...]]
+"""A function, as ``module:name``, and its arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class FollowerPlan:
+    """How to become a rank; pickled."""
+
+    model: str
+    model_options: Mapping[str, Any]
+    """Of ``load_base``."""
+    setup: Sequence[SetupCall] = ()
+    """Called first, in this order."""
+    learner_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    structure: Sequence[Call] = ()
+    """Calls that the learner has had since it was made."""
+    address: str = ""
+    rank: int = 0
+    size: int = 1
+
+    def join(self) -> None:
+        """Join the process group, which waits for all ranks."""
+        on_gpu = self.model_options["device"].startswith("cuda")
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo", init_method=self.address,
+            rank=self.rank, world_size=self.size, timeout=_SLOWEST,
+        )  # fmt: skip
