@@ -112,7 +112,10 @@ class Rank:
         for name, parameters in self.learner.parameters.items():
             if name.removeprefix(VALUE) in names:
                 self._add_up(list(parameters.values()))
-        return self.learner.optim_step(adam, adapters)
+        stats = self.learner.optim_step(adam, adapters)
+        if any(other != stats for other in gathered(stats)):
+            raise RuntimeError("the ranks' weights are no longer equal")
+        return stats
 
     def _add_up(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Sum the gradients of all ranks, in one tensor; without any, they stay None."""

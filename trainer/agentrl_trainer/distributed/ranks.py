@@ -52,13 +52,10 @@ class _Follower:
     process: subprocess.Popen[bytes]
     pipe: Connection
 
-    def why_ended(self) -> str | None:
-        """Return its last words, or how it ended; None while it runs."""
+    def why_ended(self, timeout_s: float | None) -> str | None:
+        """Wait for its next word, or its end; return why it ended, None if it did not."""
         with contextlib.suppress(EOFError, OSError):
-            while self.pipe.poll(_LAST_WORDS_S):
-                if said := self.pipe.recv():
-                    return said
-            return None
+            return self.pipe.recv() if self.pipe.poll(timeout_s) else None
         code = self.process.wait()
         return f"it was killed by signal {-code}" if code < 0 else f"its exit code was {code}"
 
@@ -83,6 +80,7 @@ class RankedLearner:
     def __init__(self, learner: Learner, plan: FollowerPlan) -> None:
         self._rank, self._plan = Rank(learner), plan
         self._followers: list[_Follower] = []
+        self._joined = False
         self._structure: list[Call] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -90,10 +88,10 @@ class RankedLearner:
             return getattr(self._rank, name)
 
         def call(*args: Any, **options: Any) -> Any:
-            if name in COMPUTED and not self._followers:
-                self._start()
-            self._send((name, args, options))
             try:
+                if name in COMPUTED and not self._followers:
+                    self._start()
+                self._send((name, args, options))
                 found = getattr(self._rank, name)(*args, **options)
             except Exception as error:
                 self._fail(error)
@@ -121,27 +119,27 @@ class RankedLearner:
 
     def close(self) -> None:
         """End the followers."""
-        if self._followers:
+        if self._joined:
             dist.destroy_process_group()
+        self._joined = False
         while self._followers:
             self._followers.pop().end()
 
     # ---- followers
 
     def _start(self) -> None:
+        if dist.is_initialized():
+            raise ValueError("trainers: this process is a rank already; close its other service")
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
         plan = replace(self._plan, structure=self._structure, address=address)
         self._followers = [_start(replace(plan, rank=rank)) for rank in range(1, plan.size)]
         for rank, follower in enumerate(self._followers, start=1):
-            try:
-                ready = follower.pipe.recv() is None
-            except EOFError:
-                ready = False
-            if not ready:
-                self._fail(RankError(f"rank {rank} could not start"))
+            if (why := follower.why_ended(None)) is not None:
+                raise RankError(f"rank {rank} of {plan.size} could not start: {why}")
         plan.join()
+        self._joined = True
         self._send(("load_state_dict", (self._rank.state_dict(),), {}))
 
     def _send(self, call: Call) -> None:
@@ -152,7 +150,10 @@ class RankedLearner:
 
     def _fail(self, error: Exception) -> None:
         """End all followers; raise RankError if one of them ended first."""
-        ended = {rank: f.why_ended() for rank, f in enumerate(self._followers, start=1)}
+        ended: dict[int, str | None] = {}
+        if isinstance(error, RuntimeError) and not isinstance(error, RankError):  # of a collective
+            numbered = enumerate(self._followers, start=1)
+            ended = {rank: follower.why_ended(_LAST_WORDS_S) for rank, follower in numbered}
         self.close()
         self._rank.discard_gradients()
         for rank, why in ended.items():

@@ -1,0 +1,178 @@
+"""Two and three ranks compute what one learner computes, and survive the death of one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from agentrl_trainer.client import AdamParams as ClientAdam
+from agentrl_trainer.client import ServiceClient
+from agentrl_trainer.data.training_row import TrainingRow, with_extra
+from agentrl_trainer.distributed.plan import FollowerPlan
+from agentrl_trainer.distributed.ranks import RankedLearner, RankError
+from agentrl_trainer.learner.learner import Learner
+from agentrl_trainer.learner.loss_options import AdamParams, ValueParams
+from agentrl_trainer.models.loading import load_base
+
+TINY = "agentrl-tiny"
+MODEL: dict[str, Any] = {"device": "cpu", "dtype": "float32"}
+VALUE = ValueParams(lr=1e-3, clip=0.2)
+FIRST: dict[str, Any] = {"adapters": ("a",), "rank": 8, "seed": 1, "value": VALUE}
+ADAM = AdamParams(learning_rate=1e-3, grad_clip_norm=1.0)
+
+
+def groups(seed: int, count: int = 6, adapters: tuple[str, ...] = ("a", "b")) -> list[TrainingRow]:
+    """Groups of four rows with a common prompt, of each adapter in turn."""
+    draw, rows = random.Random(seed), list[TrainingRow]()
+    for group in range(count):
+        prompt = [draw.randrange(5, 200) for _ in range(30)]
+        for _ in range(4):
+            answer = [draw.randrange(5, 200) for _ in range(draw.randrange(4, 20))]
+            mask = [False] * len(prompt) + [True] * len(answer)
+            advantage, size = draw.gauss(0, 1), len(mask)
+            rows.append(
+                TrainingRow(
+                    prompt + answer,
+                    mask,
+                    [-5.0 * on for on in mask],
+                    [advantage * on for on in mask],
+                    adapters[group % len(adapters)],
+                    {"returns": [advantage] * size, "values": [0.1] * size},
+                )
+            )
+    return rows
+
+
+def two_adapters(of: Any) -> Any:
+    of.add_adapter("b", rank=4, seed=2)
+    return of
+
+
+def test_a_run_resumes_bit_for_bit(tmp_path: Any) -> None:
+    def steps(training: Any, seeds: range) -> None:
+        for seed in seeds:
+            training.forward_backward(groups(seed, adapters=("policy",)), "ppo", None)
+            training.optim_step(ClientAdam(learning_rate=1e-3)).result()
+
+    def state(training: Any) -> dict[str, Tensor]:
+        return training.local(lambda learner: learner.state_dict()).result()
+
+    def client(service: ServiceClient) -> Any:
+        return service.create_lora_training_client(TINY, 4, seed=3, name="policy")
+
+    with ServiceClient(folder=tmp_path / "whole", trainers=2, **MODEL) as service:
+        training = client(service)
+        steps(training, range(2))
+        service.save_checkpoint(tmp_path / "saved", 2).result()
+        steps(training, range(2, 4))
+        whole = state(training)
+    with ServiceClient(folder=tmp_path / "resumed", trainers=2, **MODEL) as service:
+        training = client(service)
+        assert service.restore_checkpoint(tmp_path / "saved").result().checkpoint
+        steps(training, range(2, 4))
+        resumed = state(training)
+    assert all(torch.equal(whole[key], resumed[key]) for key in whole)
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def both(request: pytest.FixtureRequest) -> Iterator[tuple[Learner, RankedLearner]]:
+    """A learner, and as many ranks; tests do the same with both."""
+    torch.set_num_threads(1)
+    one, first = (Learner(load_base(TINY, **MODEL), **FIRST) for _ in range(2))
+    plan = FollowerPlan(TINY, MODEL, learner_options=FIRST, size=request.param)
+    ranked = two_adapters(RankedLearner(first, plan))
+    yield two_adapters(one), ranked
+    ranked.close()
+
+
+def distance(one: Learner, ranked: Any) -> float:
+    """Of all weights, relative to their norm."""
+
+    def flat(state: dict[str, Tensor]) -> Tensor:
+        weights = [state[key].flatten() for key in sorted(state) if key.startswith("weights/")]
+        return torch.cat(weights).double()
+
+    ours, theirs = flat(one.state_dict()), flat(ranked.state_dict())
+    return float((ours - theirs).norm() / ours.norm())
+
+
+def test_steps_are_those_of_one_learner(both: tuple[Learner, Any]) -> None:
+    for seed in range(5):
+        rows, seen = groups(seed), list[Any]()
+        for of in both:
+            given = of.with_proximal(of.with_reference(of.with_temperature(rows)))
+            logprobs = [[0.0] * len(row.tokens) for row in rows]
+            stats = of.forward_backward(given, "ppo", {"kl_coef": 0.1}, None, logprobs)
+            seen.append((given, logprobs, stats, of.values(rows), of.optim_step(ADAM)))
+        (rows_1, logprobs_1, stats_1, values_1, step_1), (rows_n, *found) = seen
+        logprobs_n, stats_n, values_n, step_n = found
+        for row_1, row_n in zip(rows_1, rows_n, strict=True):
+            assert row_n.tokens == row_1.tokens
+            for name in ("reference", "proximal"):
+                assert row_n.extra[name] == pytest.approx(row_1.extra[name], abs=3e-5)
+        for many, single in ((logprobs_n, logprobs_1), (values_n, values_1)):
+            for row_n, row_1 in zip(many, single, strict=True):
+                assert row_n == pytest.approx(row_1, abs=3e-5)
+        assert stats_n.loss == pytest.approx(stats_1.loss, rel=1e-6)
+        for name in ("tokens", "tokens_total", "tokens_unique"):
+            assert getattr(stats_n, name) == getattr(stats_1, name)
+        for name in ("entropy", "ratio_mean", "ratio_max", "clip_fraction", "sampler_trainer_kl"):
+            assert getattr(stats_n, name) == pytest.approx(getattr(stats_1, name), rel=1e-4)
+        assert stats_n.metrics == pytest.approx(dict(stats_1.metrics), rel=1e-4)
+        assert step_n.grad_norm == pytest.approx(step_1.grad_norm, rel=1e-5)
+        assert distance(*both) < 1e-6
+
+
+def test_fewer_rows_than_ranks_and_an_idle_adapter(both: tuple[Learner, Any]) -> None:
+    [row, *_] = groups(7)
+    for of in both:
+        before = of.state_dict(["b"])
+        of.forward_backward([row])
+        of.optim_step(ADAM)
+        assert all(torch.equal(before[key], now) for key, now in of.state_dict(["b"]).items())
+    assert distance(*both) < 1e-6
+
+
+def test_a_custom_loss_is_called_once_with_all_log_probs(both: tuple[Learner, Any]) -> None:
+    def loss(rows: Any, logprobs: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
+        sums = torch.stack([row.sum() for row in logprobs])
+        return (sums - sums.mean()).square().mean(), {"rows": float(len(rows))}
+
+    found = [of.forward_backward_custom(groups(8), loss) for of in both]
+    norms = [of.optim_step(ADAM).grad_norm for of in both]
+    assert [metrics for _, metrics in found] == [{"rows": 24.0}] * 2
+    assert found[1][0].loss == pytest.approx(found[0][0].loss, rel=1e-5)
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+
+
+def test_what_is_not_finite_changes_nothing_on_any_rank(both: tuple[Learner, Any]) -> None:
+    rows = groups(9)
+    broken = [*rows[:-1], with_extra(rows[-1:], temperature=[[0.0] * len(rows[-1].tokens)])[0]]
+    for of in both:
+        before = of.state_dict()
+        assert of.forward_backward(broken).skipped_non_finite
+        assert of.optim_step(ADAM).skipped_non_finite
+        assert all(torch.equal(before[key], now) for key, now in of.state_dict().items())
+        assert of.finite_rows(broken, "ppo") == list(range(len(rows) - 1))
+
+
+def test_a_rank_that_dies_fails_the_call_and_the_next_goes_on(both: tuple[Learner, Any]) -> None:
+    one, ranked = both
+    if len(ranked._followers) > 1:
+        pytest.skip("two ranks show it")
+    for of in both:
+        of.load_state_dict(one.state_dict())
+    ranked._followers[0].process.kill()
+    with pytest.raises(RankError, match=r"rank 1 of . ended: it was killed by signal 9"):
+        ranked.forward_backward(groups(10))
+    for of in both:
+        of.forward_backward(groups(10))
+        of.optim_step(ADAM)
+    assert distance(*both) < 1e-6
+    with pytest.raises(ValueError, match="unknown"):
+        ranked.forward_backward(groups(10), "unknown")
