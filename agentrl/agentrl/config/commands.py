@@ -272,6 +272,8 @@ class ServeConfig(ModelCommand):
 class OfflineConfig(_Command):
     """What every command has that trains on examples which are there already."""
 
+    kind: ClassVar[str]
+    """Its name and the kind of its runs."""
     data: DataSettings = DataSettings()
     model: ModelSettings = ModelSettings()
     learning: OfflineLearningSettings = OfflineLearningSettings()
@@ -294,6 +296,7 @@ _LEARNED = (
 class SftConfig(OfflineConfig):
     """A supervised fine-tuning."""
 
+    kind = "sft"
     short_flags = _short(
         f"{_DATA} data.best_of data.from_served data.held_out data.train_on model.chat_template "
         f"{_LEARNED}"
@@ -305,6 +308,7 @@ class SftConfig(OfflineConfig):
 class PreferConfig(OfflineConfig):
     """A preference optimization."""
 
+    kind = "prefer"
     short_flags = _short(
         f"{_DATA} data.by data.held_out preference.loss preference.beta preference.gamma {_LEARNED}"
     )
@@ -316,6 +320,7 @@ class PreferConfig(OfflineConfig):
 class RewardModelConfig(OfflineConfig):
     """A training of a reward model."""
 
+    kind = "reward-model"
     short_flags = _short(f"{_DATA} data.by data.held_out reward_model.loss {_LEARNED}")
 
     data: PreferenceDataSettings = PreferenceDataSettings()

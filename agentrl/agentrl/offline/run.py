@@ -22,7 +22,7 @@ from agentrl.config.commands import OfflineConfig
 from agentrl.config.errors import ConfigError
 from agentrl.console.offline import OfflineDisplay
 from agentrl.datasets.samples import Example
-from agentrl.offline.objectives import Objective
+from agentrl.offline.objectives import measure, update
 from agentrl.process_privacy import private_files
 from agentrl.runs.best_adapter import keep_best
 from agentrl.runs.folder import RunFolder
@@ -62,7 +62,6 @@ class OfflineRun:
     """
 
     config: OfflineConfig
-    objective: Objective
     examples: Sequence[Example]
     held_out: Sequence[Example]
     folder: RunFolder
@@ -197,7 +196,7 @@ def train_step(run: OfflineRun, step: int) -> None:
     began = time.perf_counter()
     adam = AdamParams(run.learning_rate(step), grad_clip_norm=run.config.learning.max_grad_norm)
     row: dict[str, Any] = {"step": step, "epoch": (step - 1) // run.per_epoch + 1}
-    row |= run.objective.update(run.client, run.batch(step), adam)
+    row |= update(run.config, run.client, run.batch(step), adam)
     row["learning_rate"] = adam.learning_rate
     if row.get("skipped_non_finite"):
         if step == 1:
@@ -220,7 +219,7 @@ def measure_if_due(run: OfflineRun, step: int) -> None:
         return
     began = time.perf_counter()
     run.save_version(step)
-    found = run.objective.measure(run.client, run.held_out)
+    found = measure(run.config, run.client, run.held_out)
     row: dict[str, Any] = {f"eval/{name}": value for name, value in found.items()}
     run.log(step, {"step": step, **row, "seconds/evaluation": time.perf_counter() - began})
     loss = row[HELD_OUT_LOSS]
@@ -237,7 +236,7 @@ def finish(run: OfflineRun, step: int) -> OfflineSummary:
     shutil.rmtree(folder.adapter, ignore_errors=True)
     shutil.copytree(folder.adapter_version(run.name, step), folder.adapter)
     rows = folder.read_metrics()
-    title = f"{folder.name}: {run.objective.name} of {run.config.model.name}"
+    title = f"{folder.name}: {run.config.kind} of {run.config.model.name}"
     losses = ((LOSS, "loss of the step's examples"), (HELD_OUT_LOSS, "held-out loss"))
     draw_learning_curve(rows, title, folder.picture, *losses)
     loss, seconds = [row[LOSS] for row in rows if LOSS in row], time.perf_counter() - run.began

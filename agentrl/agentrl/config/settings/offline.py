@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
-
-from pydantic import AfterValidator
+from typing import Literal
 
 from agentrl.config.field_types import Count, NonNegative, Positive, Store, Table
 from agentrl.config.settings.learning import LearningSettings
-from agentrl.config.settings.run import RunFolderSettings
-from agentrl_trainer.names import check_name
+from agentrl.config.settings.run import NewRunSettings
 
 
 class DataSettings(Table):
@@ -60,8 +57,8 @@ class PreferenceSettings(Table):
     from. orpo and simpo need none."""
     beta: Positive | None = None
     """Strength of the loss; by default 0.1, of simpo 2."""
-    gamma: NonNegative | None = None
-    """The margin that simpo asks for; by default 1."""
+    gamma: NonNegative = 1.0
+    """The margin that simpo asks for."""
 
 
 class RewardModelSettings(Table):
@@ -90,9 +87,7 @@ class OfflineEvaluationSettings(Table):
     """Stop once so many measures in a row were no better than the best before them."""
 
 
-class OfflineRunSettings(RunFolderSettings):
-    name: Annotated[str, AfterValidator(check_name)] | None = None
-    """Name of the run and its folder."""
+class OfflineRunSettings(NewRunSettings):
     checkpoint_every: Count = 10
     """Steps between checkpoints, from which --resume goes on; after the last step too."""
     keep_checkpoints: Count = 2

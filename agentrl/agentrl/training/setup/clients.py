@@ -14,6 +14,7 @@ from agentrl.capacity import available_cores, trainer_threads
 from agentrl.config.commands import TrainConfig
 from agentrl.config.settings.learning import LearningSettings
 from agentrl.config.settings.models import ModelSettings
+from agentrl.runs.folder import RunFolder
 from agentrl.training.session import RunError
 from agentrl.training.setup.algorithm import REFERENCE, value_params
 from agentrl.training.setup.initial_adapters import create_adapters
@@ -103,7 +104,7 @@ def local_clients(
         token_budget=learning.micro_batch_tokens,
         gradient_checkpointing=learning.gradient_checkpointing, value=value, score=score,
     )  # fmt: skip
-    clients = create_adapters(service, model.name, learning, names, seed, folder)
+    clients = create_adapters(service, model.name, learning, names, seed, RunFolder(folder))
     client = next(iter(clients.values()))
     base = client.local(lambda learner: learner.base).result()
     for name, of in clients.items():
