@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 from agentrl.config import checks
 from agentrl.config.field_types import Names, Table
 from agentrl.config.setting_names import model_in
+from agentrl.config.settings import join, offline
 from agentrl.config.settings.agent import (
     AgentSettings,
     RunAgentSettings,
@@ -35,12 +36,6 @@ from agentrl.config.settings.gateway import (
     ServeGatewaySettings,
     TrainGatewaySettings,
 )
-from agentrl.config.settings.join import (
-    JoinAgentSettings,
-    JoinGatewaySettings,
-    JoinRolloutSettings,
-    JoinRunSettings,
-)
 from agentrl.config.settings.learning import LearningSettings
 from agentrl.config.settings.models import (
     Adapters,
@@ -51,16 +46,6 @@ from agentrl.config.settings.models import (
     OtherModelSettings,
     RunModelSettings,
     ServeModelSettings,
-)
-from agentrl.config.settings.offline import (
-    DataSettings,
-    OfflineEvaluationSettings,
-    OfflineLearningSettings,
-    OfflineRunSettings,
-    PreferenceDataSettings,
-    PreferenceSettings,
-    RewardModelSettings,
-    SftDataSettings,
 )
 from agentrl.config.settings.rollouts import (
     Policy,
@@ -274,11 +259,11 @@ class OfflineConfig(_Command):
 
     kind: ClassVar[str]
     """Its name and the kind of its runs."""
-    data: DataSettings = DataSettings()
+    data: offline.DataSettings = offline.DataSettings()
     model: ModelSettings = ModelSettings()
-    learning: OfflineLearningSettings = OfflineLearningSettings()
-    evaluation: OfflineEvaluationSettings = OfflineEvaluationSettings()
-    run: OfflineRunSettings = OfflineRunSettings()
+    learning: offline.OfflineLearningSettings = offline.OfflineLearningSettings()
+    evaluation: offline.OfflineEvaluationSettings = offline.OfflineEvaluationSettings()
+    run: offline.OfflineRunSettings = offline.OfflineRunSettings()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -302,7 +287,7 @@ class SftConfig(OfflineConfig):
         f"{_LEARNED}"
     )
 
-    data: SftDataSettings = SftDataSettings()
+    data: offline.SftDataSettings = offline.SftDataSettings()
 
 
 class PreferConfig(OfflineConfig):
@@ -313,8 +298,8 @@ class PreferConfig(OfflineConfig):
         f"{_DATA} data.by data.held_out preference.loss preference.beta preference.gamma {_LEARNED}"
     )
 
-    data: PreferenceDataSettings = PreferenceDataSettings()
-    preference: PreferenceSettings = PreferenceSettings()
+    data: offline.PreferenceDataSettings = offline.PreferenceDataSettings()
+    preference: offline.PreferenceSettings = offline.PreferenceSettings()
 
 
 class RewardModelConfig(OfflineConfig):
@@ -323,8 +308,8 @@ class RewardModelConfig(OfflineConfig):
     kind = "reward-model"
     short_flags = _short(f"{_DATA} data.by data.held_out reward_model.loss {_LEARNED}")
 
-    data: PreferenceDataSettings = PreferenceDataSettings()
-    reward_model: RewardModelSettings = RewardModelSettings()
+    data: offline.PreferenceDataSettings = offline.PreferenceDataSettings()
+    reward_model: offline.RewardModelSettings = offline.RewardModelSettings()
 
 
 class InspectConfig(ModelCommand):
@@ -349,10 +334,10 @@ class JoinConfig(_Command):
         "rollouts.concurrency agent.python agent.user=agent-user agent.sandbox=sandbox run.logs"
     )
 
-    agent: JoinAgentSettings = JoinAgentSettings()
-    rollouts: JoinRolloutSettings = JoinRolloutSettings()
-    gateway: JoinGatewaySettings = JoinGatewaySettings()
-    run: JoinRunSettings
+    agent: join.JoinAgentSettings = join.JoinAgentSettings()
+    rollouts: join.JoinRolloutSettings = join.JoinRolloutSettings()
+    gateway: join.JoinGatewaySettings = join.JoinGatewaySettings()
+    run: join.JoinRunSettings
 
 
 def is_resumable(command: type[Table]) -> bool:

@@ -105,7 +105,7 @@ def _of_sharegpt(said: Iterable[Any]) -> Iterable[Json]:
             message |= {"content": "", "tool_calls": calls}
         elif role == "tool":
             message["tool_call_id"] = waiting.popleft() if waiting else f"call_{at}"
-        yield message | {name: one[name] for name in ("weight", "train") if name in one}
+        yield message | {"weight": one.get("weight")}
 
 
 def _message(given: Any, at: int) -> Json:
@@ -134,16 +134,15 @@ def _tool_call(call: Any) -> Any:
 
 
 def _weight(message: Json, at: int) -> float | None:
-    """Take a message's weight out of it: OpenAI's ``weight``, or whether it is to ``train``."""
-    weight, train = message.pop("weight", None), message.pop("train", None)
-    found = train if weight is None else weight
-    if found is None:
+    """Take a message's weight out of it."""
+    weight = message.pop("weight", None)
+    if weight is None:
         return None
     if message.get("role") != "assistant":
         raise ValueError(f"messages[{at}].weight: only answers of the assistant train")
-    if not isinstance(found, int | float) or not 0 <= found < float("inf"):
-        raise ValueError(f"messages[{at}].weight: give a number of 0 or more, not {found!r}")
-    return float(found)
+    if not isinstance(weight, int | float) or not 0 <= weight < float("inf"):
+        raise ValueError(f"messages[{at}].weight: give a number of 0 or more, not {weight!r}")
+    return float(weight)
 
 
 def _list(value: Any, name: str) -> list[Any]:

@@ -138,8 +138,8 @@ def test_the_reference_is_what_the_adapter_started_from(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "data.source: give one of --data FILE, --from-run RUN, not none"),
-        (["--data", "a", "--from-run", "b"], "data.from_run: give one of"),
+        ([], "data: give one of source, from_run"),
+        (["--data", "a", "--from-run", "b"], "data: give one of source, from_run"),
         (["--data", "a", "--where", "step > 1"], "data.where: has no effect without"),
         (["--data", "a", "--by", "feedback"], "data.by: has no effect without"),
         (["--data", "a", "--gamma", "1"], "preference.gamma: has no effect without"),

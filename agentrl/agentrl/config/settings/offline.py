@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from agentrl.config.field_types import Count, NonNegative, Positive, Store, Table
 from agentrl.config.settings.learning import LearningSettings
 from agentrl.config.settings.run import NewRunSettings
+
+_Share = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+HeldOut = Annotated[_Share | str, Field(union_mode="left_to_right")]
 
 
 class DataSettings(Table):
@@ -16,7 +21,7 @@ class DataSettings(Table):
     """Run folder whose rollouts are the examples, as the exact tokens that were recorded."""
     where: str | None = None
     """With from_run: which rollouts, such as 'step > 10'."""
-    held_out: str | None = None
+    held_out: HeldOut | None = None
     """Held-out examples: as source, or the share of the examples to hold out, such as 0.1."""
 
 
@@ -35,7 +40,7 @@ class SftDataSettings(DataSettings):
     """Store of `agentrl serve`, such as runs/serve.db, whose calls are the examples."""
     train_on: Literal["all", "last", "tagged"] = "all"
     """Which answers of a chat train: all, the last, or tagged: those with a weight (OpenAI's
-    `weight`, 0 or more, or `train`: true). Weights count with all and last too."""
+    `weight`, 0 or more). Weights count with all and last too."""
 
 
 class PreferenceDataSettings(DataSettings):
