@@ -43,7 +43,7 @@ def read_examples(config: OfflineConfig, facts: ModelFacts) -> tuple[list[Exampl
     train, held_out = _fitting(found, longest, "examples"), list[Example]()
     if isinstance(data.held_out, float):
         train, held_out = split(train, data.held_out, config.run.seed)
-    elif data.held_out is not None:
+    elif isinstance(data.held_out, str):
         found = of_file(data.held_out, "data.held_out")
         held_out = _fitting(found, longest, "held-out examples")
     _tell("train on", train)
