@@ -147,18 +147,10 @@ def _on_tinker(config: TrainConfig, folder: Path) -> TrainingClients:
     try:
         service = ServiceClient(backend="tinker", base_url=config.tinker.base_url, folder=folder)
         served = {one.model_name: one for one in service.get_server_capabilities().supported_models}
-        clients = _adapters(service, config)
+        names, seed = list(config.trained), config.run.seed
+        clients = create_adapters(service, model, config.learning, names, seed, RunFolder(folder))
     except (ValueError, *failures) as error:
         raise RunError(f"run.backend: Tinker refuses to train {model}: {error}") from error
     limit = served[model].max_context_length if model in served else None
     context_length = min(facts.context_length, limit or facts.context_length)
     return TrainingClients(service, clients, context_length, facts.tokenizer, rate, failures)
-
-
-def _adapters(service: ServiceClient, config: TrainConfig) -> dict[str, TrainingClient]:
-    """Make a client for each adapter, with seeds of their own."""
-    create, rank, seed = service.create_lora_training_client, config.learning.rank, config.run.seed
-    return {
-        name: create(config.model.name, rank, seed + index, name=name)
-        for index, name in enumerate(config.trained)
-    }

@@ -127,6 +127,8 @@ def create_adapters(
                 load = clients[name].local(lambda learner, name=name: _load(learner, name, folder))
                 load.result()
         except ValueError as error:
+            if not kept.is_dir():
+                raise
             raise ConfigError(f"{_FIELD}: it does not fit {model!r}: {error}") from error
     return clients
 
