@@ -18,12 +18,7 @@ from agentrl_trainer.names import check_name
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from agentrl.config.commands import (
-        ModelCommand,
-        OfflineConfig,
-        ScoredCommand,
-        TrainConfig,
-    )
+    from agentrl.config.commands import ModelCommand, OfflineConfig, TrainConfig
 
 _LOCAL_ONLY = {
     "model.device": "the model runs on Tinker",
@@ -171,15 +166,6 @@ def greedy_note(samples: int, temperature: float) -> str | None:
         f"at temperature 0 the {samples} samples of a task differ only by what the agent or its "
         "environment draws; pass@k needs a higher one"
     )
-
-
-def check_rewards(config: ScoredCommand) -> None:
-    missing = config.rollouts.on_missing_reward
-    _refuse(
-        (bool(config.rewards) and missing != "drop",
-         f"rollouts.on_missing_reward: {missing!r} acts when the attempt ends, before its rewards "
-         "are computed; leave it out, and let a function of rewards return that number"),
-    )  # fmt: skip
 
 
 # ---- models

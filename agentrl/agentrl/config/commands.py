@@ -134,7 +134,11 @@ class ScoredCommand(ModelCommand):
 
     @model_validator(mode="after")
     def _check_rewards(self) -> Self:
-        checks.check_rewards(self)
+        if self.rewards and (missing := self.rollouts.on_missing_reward) != "drop":
+            raise ValueError(
+                f"rollouts.on_missing_reward: {missing!r} acts when the attempt ends, before its "
+                "rewards are computed; leave it out, and let a function return that number"
+            )
         return self
 
 
@@ -149,8 +153,7 @@ class TrainConfig(ScoredCommand):
         "rollouts.group_size rollouts.max_staleness algorithm.loss algorithm.estimator "
         "learning.learning_rate learning.rank learning.init_adapter learning.init_optimizer "
         "gateway.allowed_hosts=allowed-host run.steps run.ui guards.max_hours "
-        "guards.max_run_tokens "
-        "guards.max_cost run.seed run.name run.folder=runs"
+        "guards.max_run_tokens guards.max_cost run.seed run.name run.folder=runs"
     )
 
     agent: TrainAgentSettings
@@ -229,8 +232,7 @@ class RunConfig(ModelCommand):
 
     short_flags = _short(
         "agent.task agent.python agent.user=agent-user agent.sandbox=sandbox model.name=model "
-        "model.adapter_path "
-        "model.base_url=base-url,gateway model.api_key_env sampler.kind=sampler "
+        "model.adapter_path model.base_url=base-url,gateway model.api_key_env sampler.kind=sampler "
         "sampler.max_tokens sampler.temperature rollouts.timeout run.seed run.folder=runs"
     )
 

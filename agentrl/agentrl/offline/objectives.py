@@ -14,7 +14,6 @@ from agentrl_trainer.client import AdamParams, TrainingClient
 from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.learner.losses import CustomLoss
 from agentrl_trainer.learner.preference_losses import (
-    DEFAULT_BETA,
     WITH_REFERENCE,
     mismatched,
     pair_loss,
@@ -93,7 +92,7 @@ def _preferred(
         both = zip(found, others, strict=True)
         ratios = [float(one["logprobs"].sum()) - reference_sum(row) for one, row in both]
         kl = max(0.0, sum(ratios) / len(ratios))
-    beta = how.beta or DEFAULT_BETA[how.loss]
+    beta = how.beta or (2.0 if how.loss == "simpo" else 0.1)
     return rows, pair_loss(how.loss, beta, gamma=how.gamma, kl=kl)
 
 

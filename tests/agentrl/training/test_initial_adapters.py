@@ -153,7 +153,7 @@ def test_what_does_not_fit_is_refused_by_its_setting(tmp_path: Path) -> None:
     assert "learning.alpha: 2 differs from the 8 of" in refused(theirs, alpha=2)
     assert find_initial(LearningSettings(init_adapter=theirs, rank=4), NAMES)
     assert "learning.init_adapter: " in refused(tmp_path / "nowhere")
-    assert "is one adapter, but adapters names a, b" in refused(theirs, ["a", "b"])
+    assert "has no adapter a, b; it has theirs" in refused(theirs, ["a", "b"])
     assert "init_optimizer: " in refused(theirs, init_optimizer=True)
     made_by_peft(tmp_path / "dora", r=4, target_modules=["q_proj"], use_dora=True)
     assert "learning.init_adapter: " in (said := refused(tmp_path / "dora"))
