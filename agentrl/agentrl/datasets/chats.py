@@ -96,11 +96,10 @@ def _of_sharegpt(said: Iterable[Any]) -> Iterable[Json]:
         message: Json = {"role": role, "content": one["value"]}
         if one["from"] == "function_call":
             given = _json(one["value"], f"{what}.value")
-            calls: list[Json] = []
-            for i, function in enumerate(given if isinstance(given, list) else [given]):
-                if not isinstance(function, dict) or not {"name", "arguments"} <= function.keys():
-                    raise ValueError(f"{what}.value: a function_call has a name and arguments")
-                calls.append({"id": f"call_{at}_{i}", "type": "function", "function": function})
+            calls = [
+                {"id": f"call_{at}_{i}", "type": "function", "function": function}
+                for i, function in enumerate(given if isinstance(given, list) else [given])
+            ]
             waiting.extend(call["id"] for call in calls)
             message |= {"content": "", "tool_calls": calls}
         elif role == "tool":

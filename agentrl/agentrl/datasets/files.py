@@ -126,8 +126,7 @@ def _of_dataset(source: str) -> Iterable[tuple[str, Any]]:
         import datasets
     except ImportError as error:
         raise ValueError(
-            f"{source!r} is no file; as a Hugging Face dataset it needs their package: pip install "
-            f"datasets. Or give {_KINDS.partition(', or')[0]}"
+            f"{source!r} is no file; a Hugging Face dataset needs their package: pip install datasets"
         ) from error
     saved = any((Path(name) / f"dataset_{one}.json").is_file() for one in ("info", "dict"))
     try:

@@ -143,9 +143,10 @@ def run_pairs(config: PreferConfig | RewardModelConfig) -> Samples:
     Raises:
         ConfigError: as for ``run_scores``.
     """
-    found, by, groups = Samples(), config.data.by, defaultdict[str, list[Example]](list)
-    for row, example in _judged(config, found.left_out):
-        groups[row["group"]].append(example)
+    judged, by, groups = run_scores(config), config.data.by, defaultdict[str, list[Example]](list)
+    for example in judged.kept:
+        groups[example.group].append(example)
+    found = Samples(left_out=judged.left_out)
     for members in groups.values():
         best, worst = (choose(members, key=lambda one: one.score) for choose in (max, min))
         if len(members) < 2:
@@ -159,23 +160,14 @@ def run_pairs(config: PreferConfig | RewardModelConfig) -> Samples:
     return found
 
 
-def run_scores(config: RewardModelConfig) -> Samples:
-    """Return the rollouts of ``data.from_run`` with how good they were.
+def run_scores(config: PreferConfig | RewardModelConfig) -> Samples:
+    """Return the longest row of each rollout of ``data.from_run`` that has a reward or feedback.
 
     Raises:
         ConfigError: as ``_rollouts``; or there is no feedback.
     """
-    found = Samples()
-    found.kept = [example for _, example in _judged(config, found.left_out)]
-    return found
-
-
-def _judged(
-    config: PreferConfig | RewardModelConfig, left_out: Counter[str]
-) -> list[tuple[Json, Example]]:
-    """Return the longest row of each rollout that has a reward or feedback."""
-    data, found = config.data, list[tuple[Json, Example]]()
-    rollouts = _rollouts(config, left_out)
+    data, found = config.data, Samples()
+    rollouts, left_out = _rollouts(config, found.left_out), found.left_out
     for records in rollouts:
         value = _of_people(records[0]) if data.by == "feedback" else records[0]["reward"]
         if value is None:
@@ -184,8 +176,8 @@ def _judged(
         left_out["rows beside the longest of their rollout"] += len(records) - 1
         longest = max(records, key=lambda one: len(one["tokens"]))
         row = weighted_row(longest["tokens"], [float(on) for on in longest["mask"]])
-        found.append((longest, Example((row,), longest["task"], value)))
-    if not found and data.by == "feedback":
+        found.kept.append(Example((row,), longest["task"], value, longest["group"]))
+    if not found.kept and data.by == "feedback":
         raise ConfigError(
             f"data.by: none of the {len(rollouts)} rollouts of {data.from_run} has feedback. "
             "Give thumbs or scores in `agentrl ui`, for a pair to two of a group, or leave --by out"

@@ -91,16 +91,14 @@ def split(
     tasks = sorted({one.task for one in samples})
     random.Random(seed).shuffle(tasks)
     held_out = set(tasks[: round(share * len(tasks))])
-    parts = (
-        [one for one in samples if one.task not in held_out],
-        [one for one in samples if one.task in held_out],
-    )
-    if not all(parts):
+    train = [one for one in samples if one.task not in held_out]
+    rest = [one for one in samples if one.task in held_out]
+    if not train or not rest:
         raise ConfigError(
             f"data.held_out: {share:g} of {len(tasks)} tasks leaves one of the parts empty; give "
             "another share, or a file"
         )
-    return parts
+    return train, rest
 
 
 def _tell(what: str, examples: Sequence[Example]) -> None:

@@ -111,14 +111,12 @@ class OfflineRun:
 
     def why_end(self) -> str | None:
         """Say why the run ends before its last step; None if it goes on."""
-        patience, known = self.config.evaluation.patience, self.held_out_losses
-        if patience is None or self.best is None:
-            return None
-        if len([step for step in known if step > self.best]) < patience:
+        patience, known, best = self.config.evaluation.patience, self.held_out_losses, self.best
+        if patience is None or best is None or sum(step > best for step in known) < patience:
             return None
         return (
             f"evaluation.patience: {patience} measures in a row were no better than the held-out "
-            f"loss {known[self.best]:.4f} of step {self.best}"
+            f"loss {known[best]:.4f} of step {best}"
         )
 
     # ---- metrics, adapters and checkpoints

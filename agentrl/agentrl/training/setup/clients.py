@@ -59,21 +59,11 @@ def create_clients(
     torch.set_num_threads(1)  # until the model's size is known
     if config.run.backend == "tinker":
         return _on_tinker(config, folder)
-    return _on_this_machine(config, folder, note)
-
-
-def _on_this_machine(
-    config: TrainConfig, folder: Path, note: Callable[[str], None]
-) -> TrainingClients:
-    backend = local_clients(
+    return local_clients(
         config.model, config.learning, folder, note, names=list(config.trained),
         seed=config.run.seed, value=value_params(config), reference=config.algorithm.kl.reference,
         alone=not config.rollouts.max_staleness,
     )  # fmt: skip
-    client = next(iter(backend.clients.values()))
-    if why := client.local(lambda learner: learner.why_not_shared).result():
-        note(f"shared prefixes are computed again for each row: {why}")
-    return backend
 
 
 def local_clients(
@@ -110,6 +100,8 @@ def local_clients(
     for name, of in clients.items():
         if said := of.local(lambda learner, name=name: learner.what_is_trained(name)).result():
             note(f"{name}: {said}")
+    if why := client.local(lambda learner: learner.why_not_shared).result():
+        note(f"shared prefixes are computed again for each row: {why}")
     if reference is not None:
         client.local(lambda learner: learner.add_reference(REFERENCE, reference)).result()
 
