@@ -126,7 +126,7 @@ def _of_dataset(source: str) -> Iterable[tuple[str, Any]]:
         import datasets
     except ImportError as error:
         raise ValueError(
-            f"{source!r} is no file; a Hugging Face dataset needs their package: pip install datasets"
+            f"{source!r} is no file; a dataset of Hugging Face needs: pip install datasets"
         ) from error
     saved = any((Path(name) / f"dataset_{one}.json").is_file() for one in ("info", "dict"))
     try:
