@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,6 @@ from agentrl.config.secrets import as_recorded
 from agentrl.config.setting_names import flattened
 from agentrl.console.offline import OfflineDisplay, offline_report
 from agentrl.console.output import print_block, print_line
-from agentrl.datasets.samples import Example
 from agentrl.interrupts import end_in_order
 from agentrl.offline.examples import read_examples
 from agentrl.offline.run import OfflineRun, OfflineSummary, train_offline
@@ -28,9 +26,7 @@ from agentrl.training.setup.clients import local_clients
 from agentrl.training.setup.initial_adapters import initial_adapter, new_run
 from agentrl_tracer.schemas import Policies
 from agentrl_tracer.store import Store
-from agentrl_trainer.models.loading import ModelFacts, load_facts
-
-Read = Callable[[OfflineConfig, ModelFacts], tuple[list[Example], list[Example]]]
+from agentrl_trainer.models.loading import load_facts
 
 _MAY_CHANGE = (
     "data.", "evaluation.", "learning.epochs", "model.cores", "run.checkpoint_every",
@@ -40,21 +36,13 @@ _MAY_CHANGE = (
 of ``data`` the examples are compared."""
 
 
-def run_offline(
-    config: OfflineConfig, resume: Path | None, read: Read = read_examples
-) -> OfflineSummary:
-    """Train, and report.
-
-    Args:
-        resume: the folder of the run that goes on.
-        read: returns the examples and the held-out ones. It is called before there is a run, and
-            says what is wrong with them as ConfigError.
-    """
+def run_offline(config: OfflineConfig, resume: Path | None) -> OfflineSummary:
+    """Train, and report; ``resume`` is the folder of the run that goes on."""
     config.model.cores = min(config.model.cores or available_cores(), available_cores())
     folder = None if resume is None else _begun(resume, config)
     how = {"trust_remote_code", "chat_template"}
     facts = load_facts(config.model.name, **config.model.model_dump(include=how))
-    examples, held_out = read(config, facts)
+    examples, held_out = read_examples(config, facts)  # before there is a run
     name = config.model.adapter
     if folder is None:
         folder = new_run(config.run, config.kind, config.learning, [name])

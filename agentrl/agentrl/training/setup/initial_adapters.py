@@ -51,7 +51,7 @@ def new_run(
         said = "; ".join([f"starts from {lora.folder}, over {lora.base}", *lora.notes])
         print_line((f"{name} {said}", "dim"))
     if checkpoint is not None:
-        kept = _checkpoints(folder) / checkpoint.name
+        kept = folder.initial / "checkpoints" / checkpoint.name
         shutil.copytree(checkpoint, kept, dirs_exist_ok=True)
         print_line((f"its optimizer is that of {checkpoint}", "dim"))
     return folder
@@ -96,10 +96,6 @@ def initial_adapter(folder: RunFolder, name: str) -> Path:
     return folder.initial / "adapters" / name
 
 
-def _checkpoints(folder: RunFolder) -> Path:
-    return folder.initial / "checkpoints"
-
-
 def create_adapters(
     service: ServiceClient,
     model: str,
@@ -139,8 +135,8 @@ def _load(learner: Learner, name: str, folder: RunFolder) -> None:
     from agentrl_trainer.models.lora import load_adapter_weights
 
     load_adapter_weights(learner.model, name, initial_adapter(folder, name))
-    if _checkpoints(folder).is_dir():
-        state = read_state(_checkpoints(folder))
+    if (checkpoints := folder.initial / "checkpoints").is_dir():
+        state = read_state(checkpoints)
         owners = {key.split("/")[1] for key in state.tensors}
         # That of a single adapter may have had another name; a value function's has a dot.
         source = name if name in owners else next(one for one in owners if "." not in one)
