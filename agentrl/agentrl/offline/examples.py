@@ -35,10 +35,7 @@ def read_examples(config: OfflineConfig, facts: ModelFacts) -> tuple[list[Exampl
     data, renderer = config.data, Renderer(facts.tokenizer)
     longest = min(config.learning.max_length or facts.context_length, facts.context_length)
     reader, recorded = _sources(config)
-
-    def of_file(source: str, field: str) -> Samples:
-        return file_examples(source, field, renderer, reader)
-
+    of_file = partial(file_examples, renderer=renderer, reader=reader)
     found = of_file(data.source, "data.source") if data.source else recorded()
     train, held_out = _fitting(found, longest, "examples"), list[Example]()
     if isinstance(data.held_out, float):

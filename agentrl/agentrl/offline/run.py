@@ -104,11 +104,6 @@ class OfflineRun:
         size = self.config.learning.batch_size
         return [self.examples[i] for i in order[at * size : (at + 1) * size]]
 
-    def learning_rate(self, step: int) -> float:
-        learning = self.config.learning
-        factor = schedule_factor(learning.schedule, step, self.steps, learning.warmup_steps)
-        return self.backend.peak_learning_rate * factor
-
     def why_end(self) -> str | None:
         """Say why the run ends before its last step; None if it goes on."""
         patience, known, best = self.config.evaluation.patience, self.held_out_losses, self.best
@@ -192,10 +187,14 @@ def train_offline(run: OfflineRun) -> OfflineSummary:
 def train_step(run: OfflineRun, step: int) -> None:
     """Update the adapter on the next examples, and write a checkpoint if it is due."""
     began = time.perf_counter()
-    adam = AdamParams(run.learning_rate(step), grad_clip_norm=run.config.learning.max_grad_norm)
+    learning = run.config.learning
+    rate = run.backend.peak_learning_rate * schedule_factor(
+        learning.schedule, step, run.steps, learning.warmup_steps
+    )
+    adam = AdamParams(rate, grad_clip_norm=learning.max_grad_norm)
     row: dict[str, Any] = {"step": step, "epoch": (step - 1) // run.per_epoch + 1}
     row |= update(run.config, run.client, run.batch(step), adam)
-    row["learning_rate"] = adam.learning_rate
+    row["learning_rate"] = rate
     if row.get("skipped_non_finite"):
         if step == 1:
             raise RunError(
