@@ -40,8 +40,7 @@ def run_offline(config: OfflineConfig, resume: Path | None) -> OfflineSummary:
     """Train, and report; ``resume`` is the folder of the run that goes on."""
     config.model.cores = min(config.model.cores or available_cores(), available_cores())
     folder = None if resume is None else _begun(resume, config)
-    how = {"trust_remote_code", "chat_template"}
-    facts = load_facts(config.model.name, **config.model.model_dump(include=how))
+    facts = load_facts(config.model.name, **config.model.of_tokenizer)
     examples, held_out = read_examples(config, facts)  # before there is a run
     name = config.model.adapter
     if folder is None:

@@ -124,12 +124,6 @@ class OfflineRun:
         path = self.folder.adapter_version(self.name, step)
         self.client.save_weights_for_sampler(path).result()
 
-    def checkpoint(self, step: int) -> None:
-        meta = {"run_id": self.run_id, "examples": self.fingerprint}
-        self.backend.service.save_checkpoint(
-            self.folder.checkpoints, step, meta=meta, keep=self.config.run.keep_checkpoints
-        ).result()
-
     @cached_property
     def fingerprint(self) -> str:
         """A digest of the examples, held-out ones too: their order says what a step trains on."""
@@ -204,8 +198,12 @@ def train_step(run: OfflineRun, step: int) -> None:
         run.display.note(f"step {step} was not applied: its loss or gradient was not finite")
     row["seconds/update"] = time.perf_counter() - began
     run.log(step, row)
-    if step % run.config.run.checkpoint_every == 0 or step == run.steps:
-        run.checkpoint(step)
+    how = run.config.run
+    if step % how.checkpoint_every == 0 or step == run.steps:
+        meta = {"run_id": run.run_id, "examples": run.fingerprint}
+        run.backend.service.save_checkpoint(
+            run.folder.checkpoints, step, meta=meta, keep=how.keep_checkpoints
+        ).result()
     run.display.step(row)
 
 

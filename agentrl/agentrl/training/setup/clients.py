@@ -124,8 +124,7 @@ def _on_tinker(config: TrainConfig, folder: Path) -> TrainingClients:
 
     model = config.model.name
     source = config.tinker.tokenizer or model
-    how = {"trust_remote_code", "chat_template"}
-    facts = load_facts(source, **config.model.model_dump(include=how))
+    facts = load_facts(source, **config.model.of_tokenizer)
     rate = config.learning.learning_rate
     if rate is None:
         parameters = count_parameters(source, config.learning.rank) or parameters_in_name(model)
