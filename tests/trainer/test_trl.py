@@ -29,7 +29,7 @@ from agentrl_trainer.data.batch_assembly import LengthNormalization, normalize_l
 from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.learner.losses import LOSSES
 from agentrl_trainer.learner.preference_losses import mismatched, pair_loss
-from agentrl_trainer.learner.reward_head import pair_scores_loss
+from agentrl_trainer.learner.reward_head import pair_scores_loss, score_row
 
 PYTHON = python_with("trl", "AGENTRL_TRL_PYTHON")
 pytestmark = [
@@ -253,7 +253,8 @@ def test_bradley_terry_is_trls(ask: Ask) -> None:
     chosen, rejected = [1.3, -0.2, 4.0], [0.9, 0.1, -30.0]
     theirs = ask("bradley_terry", chosen=chosen, rejected=rejected)
     both = torch.tensor([chosen, rejected], dtype=torch.float64, requires_grad=True)
-    loss, metrics = pair_scores_loss([], list(both.T.flatten()))
+    rows = [score_row([1])] * 6
+    loss, metrics = pair_scores_loss(rows, list(both.T.flatten().unsqueeze(1)))
     (gradient,) = torch.autograd.grad(loss, both)
     close(loss.detach(), theirs["loss"])
     close(gradient.flatten(), theirs["gradient"])

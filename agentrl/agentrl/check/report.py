@@ -44,8 +44,7 @@ def findings(
         rewards: by rollout; None: it has none.
     """
     source = config.tinker.tokenizer or config.model.name
-    told = {"trust_remote_code", "chat_template"}
-    known = load_facts(source, **config.model.model_dump(include=told))
+    known = load_facts(source, **config.model.of_tokenizer)
     renderer, how = Renderer(known.tokenizer), config.rollouts
     marks, adapter = thought_marks(renderer), next(iter(config.trained))
     mine, count = [call for call in answered(calls) if call.prompt_ids], len(rollouts)

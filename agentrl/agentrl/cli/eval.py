@@ -20,6 +20,7 @@ from agentrl.config.checks import greedy_note
 from agentrl.config.commands import EvalConfig
 from agentrl.config.errors import ConfigError
 from agentrl.config.loading import load
+from agentrl.config.settings.models import BASE
 from agentrl.console.output import console, print_block, print_line, print_sentences
 from agentrl.console.tables import facts, print_rows
 from agentrl.history.evaluations import (
@@ -49,7 +50,6 @@ class Evaluated:
 
     name: str
     """As it was given: ``runs/hello@best``, ``base``."""
-    is_base: bool
     folder: RunFolder
     found: Outcomes
     summary: Json
@@ -83,16 +83,15 @@ def eval_command(*tokens: Tokens) -> None:
         print_sentences(f"note: {note}")
     models = config.model.evaluated()
     done = [_evaluate(config, tasks, rewards, *one, alone=len(models) == 1) for one in models]
-    print_rows(console, by_rows(tasks, done, how.by), apart=True)
+    tables = {"by": by_rows(tasks, done, how.by), "compared": comparison(done)}
+    print_rows(console, tables["by"], apart=True)
     if len(done) > 1:
         columns = "model accuracy reward:+.3f points:+.1f gained lost p:.2g"
-        print_rows(console, comparison(done), columns, apart=True)
-        against = (
-            f"points, gained and lost tasks and p (paired exact sign-flip test): to {models[0][0]}"
-        )
-        print_sentences(against, "dim")
+        print_rows(console, tables["compared"], columns, apart=True)
+        against = "points, gained and lost tasks and p (paired exact sign-flip test): to"
+        print_sentences(f"{against} {done[0].name}", "dim")
     for one in done:
-        one.folder.write_json(one.folder.summary, one.summary | kept(tasks, done, one, how.by))
+        one.folder.write_json(one.folder.summary, one.summary | tables)
     print_line((f"recorded in {', '.join(str(one.folder.root) for one in done)}", "dim"))
     fail_under(done, how.fail_under)
 
@@ -140,7 +139,7 @@ def _evaluate(
             f"{count} answers were sampled at its own {setting}",
             "yellow",
         )
-    return Evaluated(name, source is None and answered_by is None, session.folder, found, summary)
+    return Evaluated(name, session.folder, found, summary)
 
 
 # ---- several models, and fields of the tasks
@@ -150,7 +149,8 @@ def comparison(done: Sequence[Evaluated]) -> list[Json]:
     """Return a row for each model, compared with the first on the tasks that both have."""
     rows: list[Json] = []
     for one in done:
-        row = {"model": one.name, "accuracy": one.accuracy, "reward": one.summary["reward"]}
+        row: Json = {"model": one.name, "run": one.folder.name, "accuracy": one.accuracy}
+        row["reward"] = one.summary["reward"]
         if one is not done[0] and (paired := pair(done[0].found, one.found)) is not None:
             row |= {
                 "points": 100 * paired.difference,
@@ -178,33 +178,10 @@ def by_rows(tasks: Sequence[Json], done: Sequence[Evaluated], by: Sequence[str])
     return rows
 
 
-def kept(
-    tasks: Sequence[Json], done: Sequence[Evaluated], own: Evaluated, by: Sequence[str]
-) -> Json:
-    """Return what ``summary.json`` keeps beyond the scores: by field, and of the other models."""
-    kept: Json = {}
-    if by:
-        kept["by"] = {
-            field: {
-                label: {"tasks": len(group), **success(group)._asdict()}
-                for label, group in by_field(tasks, own.found, field).items()
-            }
-            for field in by
-        }
-    if len(done) > 1:
-        kept["compared"] = [
-            row | {"run": one.folder.name, "accuracy": one.accuracy._asdict()}
-            for one, row in zip(done, comparison(done), strict=True)
-        ]
-    return kept
-
-
 def fail_under(done: Sequence[Evaluated], least: float | None) -> None:
     """Exit with 1 if a model is below what it is held to."""
-    if least is None:
-        return
-    held = [one for one in done if not one.is_base] or done
-    below = [one for one in held if one.accuracy.rate < least]
+    held = [one for one in done if one.name != BASE] or done
+    below = [one for one in held if least is not None and one.accuracy.rate < least]
     for one in below:
         print_sentences(f"{one.name}: accuracy {one.accuracy.rate:.1%} is below {least:.1%}", "red")
     if below:

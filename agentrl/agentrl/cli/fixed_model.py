@@ -71,8 +71,8 @@ def fixed_model(
             has what its training starts from.
     """
     if isinstance(config, CheckConfig):
-        initial = find_initial(config.learning, list(config.trained), config.model.name)
-        adapters = {name: one.folder for name, one in initial.loras.items()} if initial else {}
+        loras = find_initial(config.learning, list(config.trained))
+        adapters = {name: one.folder for name, one in loras.items()}
     else:
         adapters = adapter_folders(config, source)
         if said := which_adapter(source, adapters):

@@ -16,7 +16,7 @@ def sft_command(*tokens: Tokens) -> None:
     are written by the model's chat template, as the gateway writes them. The result is a run like
     any other: `agentrl eval` and `agentrl serve` take its folder as --adapter-path.
     """
-    _train(SftConfig, "sft", tokens)
+    _train(SftConfig, tokens)
 
 
 def prefer_command(*tokens: Tokens) -> None:
@@ -26,7 +26,7 @@ def prefer_command(*tokens: Tokens) -> None:
     reward or by people's feedback. The result is a run like any other: `agentrl eval` and `agentrl
     serve` take its folder as --adapter-path.
     """
-    _train(PreferConfig, "prefer", tokens)
+    _train(PreferConfig, tokens)
 
 
 def reward_model_command(*tokens: Tokens) -> None:
@@ -36,11 +36,11 @@ def reward_model_command(*tokens: Tokens) -> None:
     files or from a run. A training takes it as a reward with --rewards model:RUN; `agentrl export`
     writes it in the form of transformers' AutoModelForSequenceClassification.
     """
-    _train(RewardModelConfig, "reward-model", tokens)
+    _train(RewardModelConfig, tokens)
 
 
-def _train(command: type[OfflineConfig], kind: str, tokens: tuple[Tokens, ...]) -> None:
-    config, resume = load(command, tokens), resume_of(tokens, kind)
+def _train(command: type[OfflineConfig], tokens: tuple[Tokens, ...]) -> None:
+    config, resume = load(command, tokens), resume_of(tokens, command.kind)
     with heavy_imports():
         from agentrl.offline.command import run_offline
 

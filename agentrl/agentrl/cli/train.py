@@ -33,7 +33,7 @@ from agentrl.timing import heavy_imports
 from agentrl.training.queue.curriculum import Curriculum
 from agentrl.training.resume import check_resume, go_back, return_to_start, tell_changes
 from agentrl.training.session import Session
-from agentrl.training.setup.initial_adapters import find_initial
+from agentrl.training.setup.initial_adapters import new_run
 from agentrl.training.setup.own_functions import check_functions
 
 if TYPE_CHECKING:
@@ -110,11 +110,7 @@ def _train(
             go_back(folder, step)
         tell_changes(changes, print_line)
     else:
-        initial = find_initial(config.learning, list(config.trained), config.model.name)
-        folder = RunFolder.create(config.run.folder, config.run.name, "train")
-        if initial is not None:
-            initial.keep(folder)
-            print_line((initial.told, "dim"))
+        folder = new_run(config.run, "train", config.learning, list(config.trained))
     note_start(folder, steps)
     end_in_order(partial(how_to_continue, folder))
     print_line((f"run folder {folder.root}", "dim"))

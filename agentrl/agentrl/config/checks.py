@@ -18,12 +18,7 @@ from agentrl_trainer.names import check_name
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from agentrl.config.commands import (
-        ModelCommand,
-        OfflineConfig,
-        ScoredCommand,
-        TrainConfig,
-    )
+    from agentrl.config.commands import ModelCommand, OfflineConfig, TrainConfig
 
 _LOCAL_ONLY = {
     "model.device": "the model runs on Tinker",
@@ -173,15 +168,6 @@ def greedy_note(samples: int, temperature: float) -> str | None:
     )
 
 
-def check_rewards(config: ScoredCommand) -> None:
-    missing = config.rollouts.on_missing_reward
-    _refuse(
-        (bool(config.rewards) and missing != "drop",
-         f"rollouts.on_missing_reward: {missing!r} acts when the attempt ends, before its rewards "
-         "are computed; leave it out, and let a function of rewards return that number"),
-    )  # fmt: skip
-
-
 # ---- models
 
 
@@ -238,18 +224,11 @@ def check_models(config: ModelCommand) -> None:
 
 def check_offline(config: OfflineConfig) -> None:
     data = config.data
-    flags = {"source": "--data FILE", "from_run": "--from-run RUN"}
-    if hasattr(data, "from_served"):
-        flags["from_served"] = "--from-served STORE"
-    given = [name for name in flags if getattr(data, name) is not None]
-    if len(given) != 1:
-        raise ValueError(
-            f"data.{given[1] if given else 'source'}: give one of {', '.join(flags.values())}, not "
-            f"{'several' if given else 'none'}"
-        )
+    sources = [name for name in ("source", "from_run", "from_served") if hasattr(data, name)]
+    if sum(getattr(data, name) is not None for name in sources) != 1:
+        raise ValueError(f"data: give one of {', '.join(sources)}, such as --data FILE")
     of_run = data.from_run is not None, "data.from_run, whose rollouts it selects or judges"
-    preference = getattr(config, "preference", None)
-    loss = None if preference is None else preference.loss
+    loss = getattr(getattr(config, "preference", None), "loss", None)
     _check_effect(config, {
         "data.best_of": of_run,
         "data.where": of_run,

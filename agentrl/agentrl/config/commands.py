@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 from agentrl.config import checks
 from agentrl.config.field_types import Names, Table
 from agentrl.config.setting_names import model_in
+from agentrl.config.settings import join, offline
 from agentrl.config.settings.agent import (
     AgentSettings,
     RunAgentSettings,
@@ -35,12 +36,6 @@ from agentrl.config.settings.gateway import (
     ServeGatewaySettings,
     TrainGatewaySettings,
 )
-from agentrl.config.settings.join import (
-    JoinAgentSettings,
-    JoinGatewaySettings,
-    JoinRolloutSettings,
-    JoinRunSettings,
-)
 from agentrl.config.settings.learning import LearningSettings
 from agentrl.config.settings.models import (
     Adapters,
@@ -51,16 +46,6 @@ from agentrl.config.settings.models import (
     OtherModelSettings,
     RunModelSettings,
     ServeModelSettings,
-)
-from agentrl.config.settings.offline import (
-    DataSettings,
-    OfflineEvaluationSettings,
-    OfflineLearningSettings,
-    OfflineRunSettings,
-    PreferenceDataSettings,
-    PreferenceSettings,
-    RewardModelSettings,
-    SftDataSettings,
 )
 from agentrl.config.settings.rollouts import (
     Policy,
@@ -149,7 +134,11 @@ class ScoredCommand(ModelCommand):
 
     @model_validator(mode="after")
     def _check_rewards(self) -> Self:
-        checks.check_rewards(self)
+        if self.rewards and (missing := self.rollouts.on_missing_reward) != "drop":
+            raise ValueError(
+                f"rollouts.on_missing_reward: {missing!r} acts when the attempt ends, before its "
+                "rewards are computed; leave it out, and let a function return that number"
+            )
         return self
 
 
@@ -164,8 +153,7 @@ class TrainConfig(ScoredCommand):
         "rollouts.group_size rollouts.max_staleness algorithm.loss algorithm.estimator "
         "learning.learning_rate learning.rank learning.init_adapter learning.init_optimizer "
         "gateway.allowed_hosts=allowed-host run.steps run.ui guards.max_hours "
-        "guards.max_run_tokens "
-        "guards.max_cost run.seed run.name run.folder=runs"
+        "guards.max_run_tokens guards.max_cost run.seed run.name run.folder=runs"
     )
 
     agent: TrainAgentSettings
@@ -244,8 +232,7 @@ class RunConfig(ModelCommand):
 
     short_flags = _short(
         "agent.task agent.python agent.user=agent-user agent.sandbox=sandbox model.name=model "
-        "model.adapter_path "
-        "model.base_url=base-url,gateway model.api_key_env sampler.kind=sampler "
+        "model.adapter_path model.base_url=base-url,gateway model.api_key_env sampler.kind=sampler "
         "sampler.max_tokens sampler.temperature rollouts.timeout run.seed run.folder=runs"
     )
 
@@ -272,11 +259,13 @@ class ServeConfig(ModelCommand):
 class OfflineConfig(_Command):
     """What every command has that trains on examples which are there already."""
 
-    data: DataSettings = DataSettings()
+    kind: ClassVar[str]
+    """Its name and the kind of its runs."""
+    data: offline.DataSettings = offline.DataSettings()
     model: ModelSettings = ModelSettings()
-    learning: OfflineLearningSettings = OfflineLearningSettings()
-    evaluation: OfflineEvaluationSettings = OfflineEvaluationSettings()
-    run: OfflineRunSettings = OfflineRunSettings()
+    learning: offline.OfflineLearningSettings = offline.OfflineLearningSettings()
+    evaluation: offline.OfflineEvaluationSettings = offline.OfflineEvaluationSettings()
+    run: offline.OfflineRunSettings = offline.OfflineRunSettings()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -294,32 +283,35 @@ _LEARNED = (
 class SftConfig(OfflineConfig):
     """A supervised fine-tuning."""
 
+    kind = "sft"
     short_flags = _short(
         f"{_DATA} data.best_of data.from_served data.held_out data.train_on model.chat_template "
         f"{_LEARNED}"
     )
 
-    data: SftDataSettings = SftDataSettings()
+    data: offline.SftDataSettings = offline.SftDataSettings()
 
 
 class PreferConfig(OfflineConfig):
     """A preference optimization."""
 
+    kind = "prefer"
     short_flags = _short(
         f"{_DATA} data.by data.held_out preference.loss preference.beta preference.gamma {_LEARNED}"
     )
 
-    data: PreferenceDataSettings = PreferenceDataSettings()
-    preference: PreferenceSettings = PreferenceSettings()
+    data: offline.PreferenceDataSettings = offline.PreferenceDataSettings()
+    preference: offline.PreferenceSettings = offline.PreferenceSettings()
 
 
 class RewardModelConfig(OfflineConfig):
     """A training of a reward model."""
 
+    kind = "reward-model"
     short_flags = _short(f"{_DATA} data.by data.held_out reward_model.loss {_LEARNED}")
 
-    data: PreferenceDataSettings = PreferenceDataSettings()
-    reward_model: RewardModelSettings = RewardModelSettings()
+    data: offline.PreferenceDataSettings = offline.PreferenceDataSettings()
+    reward_model: offline.RewardModelSettings = offline.RewardModelSettings()
 
 
 class InspectConfig(ModelCommand):
@@ -344,10 +336,10 @@ class JoinConfig(_Command):
         "rollouts.concurrency agent.python agent.user=agent-user agent.sandbox=sandbox run.logs"
     )
 
-    agent: JoinAgentSettings = JoinAgentSettings()
-    rollouts: JoinRolloutSettings = JoinRolloutSettings()
-    gateway: JoinGatewaySettings = JoinGatewaySettings()
-    run: JoinRunSettings
+    agent: join.JoinAgentSettings = join.JoinAgentSettings()
+    rollouts: join.JoinRolloutSettings = join.JoinRolloutSettings()
+    gateway: join.JoinGatewaySettings = join.JoinGatewaySettings()
+    run: join.JoinRunSettings
 
 
 def is_resumable(command: type[Table]) -> bool:

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from agentrl.console.output import console, plain, print_line, print_sentences, whole
-from agentrl.console.report import adapter_flags, serve_command
+from agentrl.console.report import serve_command
 from agentrl.console.tables import NAME_WIDTH, facts, sparkline
 from agentrl.runs.folder import RunFolder, is_reward_model
 from agentrl.runs.recorded import shown
@@ -64,9 +64,10 @@ def offline_report(folder: RunFolder, summary: OfflineSummary, model: ModelSetti
     rows: list[tuple[str, str | Text]] = [
         ("loss", f"{losses[0]:.4f} → [b]{losses[-1]:.4f}[/] in {summary.steps} steps  {drawn}")
     ]
-    if known and summary.best is not None:
-        best = f"best {known[summary.best]:.4f} at step {summary.best}"
-        rows.append(("held-out loss", f"{known[min(known)]:.4f} → {known[max(known)]:.4f}, {best}"))
+    if (best := summary.best) is not None:
+        first, last = known[min(known)], known[max(known)]
+        said = f"{first:.4f} → {last:.4f}, best {known[best]:.4f} at step {best}"
+        rows.append(("held-out loss", said))
     metrics = folder.read_metrics()
     for name, (what, form) in _MEASURED.items():
         if found := [row[f"eval/{name}"] for row in metrics if f"eval/{name}" in row]:
@@ -78,11 +79,8 @@ def offline_report(folder: RunFolder, summary: OfflineSummary, model: ModelSetti
     paths += [("best adapter", folder.best_adapter)] if known else []
     places = [whole((f"{name:<{NAME_WIDTH}}  ", "dim"), shown(path)) for name, path in paths]
     adapter = folder.best_adapter if known else folder.adapter
+    use = ("serve it:  ", serve_command(adapter, model))
     if is_reward_model(adapter):
-        train = f"agentrl train AGENT --tasks TASKS --rewards model:{shown(folder.root)}"
-        uses = {"train with it": train}
-    else:
-        evaluate = f"agentrl eval AGENT --tasks TASKS {adapter_flags(adapter, model)}"
-        uses = {"serve it": serve_command(adapter, model), "evaluate it": evaluate}
-    commands = [whole(f"{name}:  ", (line, "bold cyan")) for name, line in uses.items()]
-    return Group("[b green]trained[/]", facts(rows), *places, *commands)
+        use = ("train with it:  ", f"agentrl train AGENT --rewards model:{shown(folder.root)}")
+    command = whole(use[0], (use[1], "bold cyan"))
+    return Group("[b green]trained[/]", facts(rows), *places, command)

@@ -99,12 +99,7 @@ def _why_nothing_trained(accounting: Accounting) -> list[tuple[str, str]]:
 
 def serve_command(adapter: Path, model: ModelSettings) -> str:
     """Return the one line that serves a trained adapter."""
-    return f"agentrl serve {adapter_flags(adapter, model)}"
-
-
-def adapter_flags(adapter: Path, model: ModelSettings) -> str:
-    """Return the flags of commands that load a trained adapter."""
     flags = "" if model.name == "agentrl-tiny" else f" --model {model.name}"
     flags += " --model.trust-remote-code" if model.trust_remote_code else ""
     flags += f" --model.chat-template {model.chat_template}" if model.chat_template else ""
-    return f"--adapter-path {shown(adapter)}{flags}"
+    return f"agentrl serve --adapter-path {shown(adapter)}{flags}"

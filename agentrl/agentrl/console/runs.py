@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -216,9 +217,8 @@ def _when(form: str, at: float) -> str:
 
 def show_rescored(to: Console, done: Rescored, *, alone: bool) -> None:
     """Show what a re-score did to the rewards of a run."""
-    counts = {name: len(given) for name, given in done.rewards.items()}
     rows = [
-        {"reward": name, "rollouts": counts[name], "mean": sum(given) / counts[name]}
+        {"reward": name, "rollouts": len(given), "mean": fmean(given)}
         for name, given in sorted(done.rewards.items())
     ]
     print_rows(to, rows, "reward rollouts:, mean:+.3f")

@@ -96,16 +96,15 @@ def _of_sharegpt(said: Iterable[Any]) -> Iterable[Json]:
         message: Json = {"role": role, "content": one["value"]}
         if one["from"] == "function_call":
             given = _json(one["value"], f"{what}.value")
-            calls: list[Json] = []
-            for i, function in enumerate(given if isinstance(given, list) else [given]):
-                if not isinstance(function, dict) or not {"name", "arguments"} <= function.keys():
-                    raise ValueError(f"{what}.value: a function_call has a name and arguments")
-                calls.append({"id": f"call_{at}_{i}", "type": "function", "function": function})
+            calls = [
+                {"id": f"call_{at}_{i}", "type": "function", "function": function}
+                for i, function in enumerate(given if isinstance(given, list) else [given])
+            ]
             waiting.extend(call["id"] for call in calls)
             message |= {"content": "", "tool_calls": calls}
         elif role == "tool":
             message["tool_call_id"] = waiting.popleft() if waiting else f"call_{at}"
-        yield message | {name: one[name] for name in ("weight", "train") if name in one}
+        yield message | {"weight": one.get("weight")}
 
 
 def _message(given: Any, at: int) -> Json:
@@ -134,16 +133,15 @@ def _tool_call(call: Any) -> Any:
 
 
 def _weight(message: Json, at: int) -> float | None:
-    """Take a message's weight out of it: OpenAI's ``weight``, or whether it is to ``train``."""
-    weight, train = message.pop("weight", None), message.pop("train", None)
-    found = train if weight is None else weight
-    if found is None:
+    """Take a message's weight out of it."""
+    weight = message.pop("weight", None)
+    if weight is None:
         return None
     if message.get("role") != "assistant":
         raise ValueError(f"messages[{at}].weight: only answers of the assistant train")
-    if not isinstance(found, int | float) or not 0 <= found < float("inf"):
-        raise ValueError(f"messages[{at}].weight: give a number of 0 or more, not {found!r}")
-    return float(found)
+    if not isinstance(weight, int | float) or not 0 <= weight < float("inf"):
+        raise ValueError(f"messages[{at}].weight: give a number of 0 or more, not {weight!r}")
+    return float(weight)
 
 
 def _list(value: Any, name: str) -> list[Any]:

@@ -10,7 +10,6 @@ import csv
 import io
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,29 +20,23 @@ _FILES = (".jsonl", ".json", ".csv", ".parquet")
 _KINDS = "a .jsonl, .json, .csv or .parquet file, or the name of a Hugging Face dataset"
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
-    where: str
-    """File and line (JSONL) or row, counted from 1."""
-    data: Json
-
-
 def load_tasks(source: str | Path, field: str) -> list[Json]:
     """Return the tasks in a file or dataset.
 
     Raises:
         ConfigError: as ``read_records``; or there are none.
     """
-    tasks = [record.data for record in read_records(str(source), field)]
+    tasks = [task for _, task in read_records(str(source), field)]
     if not tasks:
         raise ConfigError(f"{field}: {source} holds no tasks")
     return tasks
 
 
-def read_records(source: str, field: str) -> list[Record]:
+def read_records(source: str, field: str) -> list[tuple[str, Json]]:
     """Return the records in a file, or in a dataset: ``NAME``, ``NAME:SPLIT`` or a folder.
 
-    A file whose name says nothing of its kind is read as JSON lines.
+    Each is with its place: file and line (JSONL) or row, counted from 1. A file whose name says
+    nothing of its kind is read as JSON lines.
 
     Args:
         field: the setting's name, for errors.
@@ -55,7 +48,7 @@ def read_records(source: str, field: str) -> list[Record]:
     try:
         is_file = path.is_file() or path.suffix in _FILES
         found = _of_file(path) if is_file else _of_dataset(source)
-        return [Record(where, _checked(data, where)) for where, data in found]
+        return [(where, _checked(data, where)) for where, data in found]
     except OSError as error:
         raise ConfigError(f"{field}: cannot read {source!r}: {error.strerror or error}") from error
     except ValueError as error:
@@ -133,8 +126,7 @@ def _of_dataset(source: str) -> Iterable[tuple[str, Any]]:
         import datasets
     except ImportError as error:
         raise ValueError(
-            f"{source!r} is no file; as a Hugging Face dataset it needs their package: pip install "
-            f"datasets. Or give {_KINDS.partition(', or')[0]}"
+            f"{source!r} is no file; a dataset of Hugging Face needs: pip install datasets"
         ) from error
     saved = any((Path(name) / f"dataset_{one}.json").is_file() for one in ("info", "dict"))
     try:
@@ -145,22 +137,17 @@ def _of_dataset(source: str) -> Iterable[tuple[str, Any]]:
     if isinstance(found, dict):
         chosen = split or "train"
         if chosen not in found:
-            raise ValueError(
-                f"{name!r} has the splits {', '.join(found)}; give one of them, as "
-                f"{name}:{next(iter(found))}"
-            )
+            known = ", ".join(f"{name}:{one}" for one in found)
+            raise ValueError(f"{name!r} has no split {chosen}; give {known}")
         found = found[chosen]
     return ((f"{source}, row {number}", row) for number, row in enumerate(found, start=1))
 
 
 def _checked(data: Any, where: str) -> Json:
     if not isinstance(data, dict):
-        raise ValueError(
-            f'{where} is a JSON {type(data).__name__}; give an object, like {{"n": 1}}'
-        )
+        said = 'give an object, like {"n": 1}'
+        raise ValueError(f"{where} is a JSON {type(data).__name__}; {said}")
     for name, value in data.items():
-        if isinstance(value, str | int | bool | None):
-            continue
         try:
             json.dumps(value)
         except TypeError as error:  # a date, or bytes

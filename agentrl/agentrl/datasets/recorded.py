@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from contextlib import closing
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 
-from agentrl.config.commands import PreferConfig, RewardModelConfig, SftConfig
+from agentrl.config.commands import OfflineConfig, PreferConfig, RewardModelConfig, SftConfig
 from agentrl.config.errors import ConfigError
 from agentrl.config.secrets import store_url
 from agentrl.config.setting_names import recorded
@@ -17,7 +18,7 @@ from agentrl.datasets.samples import Example, Samples, weighted_row
 from agentrl.history.evaluations import success_reward
 from agentrl.history.export import paths_of, row_records, training_only
 from agentrl.history.rollout_table import Query, find_rollouts
-from agentrl.history.sources import OpenRun, open_run
+from agentrl.history.sources import open_run
 from agentrl.runs.folder import RunFolder
 from agentrl_tracer.schemas import Json
 from agentrl_tracer.store import Store
@@ -27,16 +28,16 @@ Rollout = list[Json]
 """The rows of a rollout, as ``row_records`` gives them."""
 
 
-@contextmanager
-def _run_of_model(path: Path, model: str) -> Iterator[OpenRun]:
-    """Open a run with its index complete.
+def _rollouts(config: OfflineConfig, left_out: Counter[str]) -> list[Rollout]:
+    """Return the rollouts of ``data.from_run`` that match and have rows; count the others.
 
     Raises:
-        ConfigError: it is no run, or one of another base model, whose tokens are others.
+        ConfigError: it is no run, or one of another base model, whose tokens are others; or no
+            rollout matches, or ``where`` is wrong.
     """
+    path, model = config.data.from_run or Path(), config.model.name
     with closing(open_run(RunFolder.existing(path, "data.from_run"))) as run:
-        known = recorded(run.row["config"], "model.name")
-        if known is not None and known != model:
+        if (known := recorded(run.row["config"], "model.name", model)) != model:
             raise ConfigError(
                 f"data.from_run: {path} has the tokens of {known}, not of {model}: give --model "
                 f"{known}, or write its chats with `agentrl runs export {path} --format sft "
@@ -44,24 +45,21 @@ def _run_of_model(path: Path, model: str) -> Iterator[OpenRun]:
             )
         while run.fill():
             pass
-        yield run
 
+        def count(where: str) -> int:
+            return find_rollouts(run.index, Query(where, limit=1)).total
 
-def _rollouts(run: OpenRun, where: str, left_out: Counter[str]) -> list[Rollout]:
-    """Return the rollouts that match and have rows; count the others.
-
-    Raises:
-        ConfigError: none matches, or ``where`` is wrong.
-    """
-
-    def count(where: str) -> int:
-        return find_rollouts(run.index, Query(where, limit=1)).total
-
-    if not (matching := count(where)):
-        raise ConfigError(f"data.where: the run has no rollout with {where}; give another --where")
-    records = row_records(run, where, imitated=True)
-    found = [list(rows) for _, rows in groupby(records, key=lambda row: row["rollout"])]
-    held_out = count(f"({where}) and purpose == 'eval'") if training_only(run, where) else 0
+        where = config.data.where or "id is not None"
+        if isinstance(config, SftConfig) and not config.data.where:
+            best_of = config.data.best_of
+            where = "reward is not None" if best_of else f"reward >= {success_reward(run)}"
+        if not (matching := count(where)):
+            raise ConfigError(
+                f"data.where: the run has no rollout with {where}; give another --where"
+            )
+        records = row_records(run, where, imitated=True)
+        found = [list(rows) for _, rows in groupby(records, key=itemgetter("rollout"))]
+        held_out = count(f"({where}) and purpose == 'eval'") if training_only(run, where) else 0
     left_out["rollouts of held-out tasks (name purpose in --where to take them)"] += held_out
     without = matching - held_out - len(found)
     left_out["rollouts without an answer of a model that is sampled here"] += without
@@ -77,14 +75,11 @@ def run_samples(config: SftConfig) -> Samples:
     With ``best_of`` the earliest of equal rewards.
 
     Raises:
-        ConfigError: the run has another base model, or ``where`` is wrong.
+        ConfigError: as ``_rollouts``.
     """
-    data, found = config.data, Samples()
-    assert data.from_run is not None
-    with _run_of_model(data.from_run, config.model.name) as run:
-        usual = "reward is not None" if data.best_of else f"reward >= {success_reward(run)}"
-        rollouts = _rollouts(run, data.where or usual, found.left_out)
-    if data.best_of:
+    found = Samples()
+    rollouts = _rollouts(config, found.left_out)
+    if config.data.best_of:
         rollouts.sort(key=lambda records: -(records[0]["reward"] or 0.0))
     return _without_copies(rollouts, config, "rollouts", found)
 
@@ -148,10 +143,11 @@ def run_pairs(config: PreferConfig | RewardModelConfig) -> Samples:
     Raises:
         ConfigError: as for ``run_scores``.
     """
-    found, by = Samples(), config.data.by
-    judged = sorted(_judged(config, found.left_out), key=lambda one: one[0]["group"])
-    for _, group in groupby(judged, key=lambda one: one[0]["group"]):
-        members = [example for _, example in group]
+    judged, by, groups = run_scores(config), config.data.by, defaultdict[str, list[Example]](list)
+    for example in judged.kept:
+        groups[example.group].append(example)
+    found = Samples(left_out=judged.left_out)
+    for members in groups.values():
         best, worst = (choose(members, key=lambda one: one.score) for choose in (max, min))
         if len(members) < 2:
             found.left_out[f"groups with a single rollout that has a {by}"] += 1
@@ -164,25 +160,14 @@ def run_pairs(config: PreferConfig | RewardModelConfig) -> Samples:
     return found
 
 
-def run_scores(config: RewardModelConfig) -> Samples:
-    """Return the rollouts of ``data.from_run`` with how good they were.
+def run_scores(config: PreferConfig | RewardModelConfig) -> Samples:
+    """Return the longest row of each rollout of ``data.from_run`` that has a reward or feedback.
 
     Raises:
-        ConfigError: the run has another base model or no feedback, or ``where`` is wrong.
+        ConfigError: as ``_rollouts``; or there is no feedback.
     """
-    found = Samples()
-    found.kept = [example for _, example in _judged(config, found.left_out)]
-    return found
-
-
-def _judged(
-    config: PreferConfig | RewardModelConfig, left_out: Counter[str]
-) -> list[tuple[Json, Example]]:
-    """Return the longest row of each rollout that has a reward or feedback."""
-    data, found = config.data, list[tuple[Json, Example]]()
-    assert data.from_run is not None
-    with _run_of_model(data.from_run, config.model.name) as run:
-        rollouts = _rollouts(run, data.where or "id is not None", left_out)
+    data, found = config.data, Samples()
+    rollouts, left_out = _rollouts(config, found.left_out), found.left_out
     for records in rollouts:
         value = _of_people(records[0]) if data.by == "feedback" else records[0]["reward"]
         if value is None:
@@ -191,8 +176,8 @@ def _judged(
         left_out["rows beside the longest of their rollout"] += len(records) - 1
         longest = max(records, key=lambda one: len(one["tokens"]))
         row = weighted_row(longest["tokens"], [float(on) for on in longest["mask"]])
-        found.append((longest, Example((row,), longest["task"], value)))
-    if not found and data.by == "feedback":
+        found.kept.append(Example((row,), longest["task"], value, longest["group"]))
+    if not found.kept and data.by == "feedback":
         raise ConfigError(
             f"data.by: none of the {len(rollouts)} rollouts of {data.from_run} has feedback. "
             "Give thumbs or scores in `agentrl ui`, for a pair to two of a group, or leave --by out"

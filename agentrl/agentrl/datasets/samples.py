@@ -18,6 +18,8 @@ class Example:
     """What it answers: examples of one task are never both trained on and held out."""
     score: float = 0.0
     """How good the answer is, where that is to be learned."""
+    group: str = ""
+    """Of a rollout: those of one group are compared."""
 
     @property
     def length(self) -> int:

@@ -91,20 +91,11 @@ def export(
     if merged:
         servers["Ollama, by way of llama.cpp"] = ollama.commands(out)
     if is_reward_model(found[name]):
-        servers = _users_of_reward_model(out, resolve_model(base), merged)
+        auto = "AutoModel" if merged else "AutoPeftModel"
+        load = f"{auto}ForSequenceClassification.from_pretrained({str(out)!r}, num_labels=1)"
+        train = shlex.join(["agentrl", "train", "AGENT", "--rewards", f"model:{out}"])
+        servers = {"transformers": [load]} if merged else {"agentrl": [train], "PEFT": [load]}
     return Exported(out, merged, servers, which_adapter(source, found))
-
-
-def _users_of_reward_model(out: Path, base: str, merged: bool) -> dict[str, Sequence[str]]:
-    """Return what reads a reward model, each with its lines."""
-    auto, options = "AutoModelForSequenceClassification", "num_labels=1"
-    load = f"model = {auto}.from_pretrained({str(out if merged else base)!r}, {options})"
-    lines = [f"from transformers import {auto}", load]
-    if merged:
-        return {"Python": lines}
-    wrap = f"model = PeftModel.from_pretrained(model, {str(out)!r})"
-    train = shlex.join(["agentrl", "train", "AGENT", "--rewards", f"model:{out}"])
-    return {"agentrl": [train], "Python": [*lines, "from peft import PeftModel", wrap]}
 
 
 def _read(path: Path) -> dict[str, Any]:

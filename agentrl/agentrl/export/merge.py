@@ -59,10 +59,12 @@ def _as_classifier(base: BaseModel, trust_remote_code: bool) -> PreTrainedModel:
     Raises:
         ModelError: transformers has no such model of this family.
     """
-    source = resolve_model(base.name)
     try:
         model = AutoModelForSequenceClassification.from_pretrained(
-            source, num_labels=1, dtype=torch.float32, trust_remote_code=trust_remote_code
+            resolve_model(base.name),
+            num_labels=1,
+            dtype=torch.float32,
+            trust_remote_code=trust_remote_code,
         )
     except ValueError as error:
         raise ModelError(

@@ -198,17 +198,14 @@ def gateway_of(folder: RunFolder, store: Store, run_id: str) -> Iterator[tuple[s
     Its adapters answer with their newest versions. The store of the run records the calls.
 
     Raises:
-        ConfigError: the gateway does not start.
+        RuntimeError: the gateway does not start.
     """
     plan = _plan(folder).model_copy(update={"store": store.url, "run_id": run_id})
     listening = bind("127.0.0.1", 0, operator_key=plan.operator_key)
     gateway = GatewayHandle(plan, folder.logs / "rescore-gateway.log", listening)
     try:
         gateway.start()
-        try:
-            gateway.wait_ready(lambda _: None)
-        except RuntimeError as error:
-            raise ConfigError(f"rewards: the models cannot be asked: {error}") from error
+        gateway.wait_ready(lambda _: None)
         yield gateway.url, plan
     finally:
         gateway.stop()

@@ -234,8 +234,7 @@ def make_sampler(plan: GatewayPlan) -> tuple[EmbeddedSampler | VllmSampler | Tin
         torch.set_num_threads(sampler_threads(cores, base.parameters, alone=not plan.trains_beside))
         return EmbeddedSampler(base, int8=plan.sampler.weights == "int8"), base.tokenizer
     source = tinker.tokenizer if tinker and tinker.tokenizer else model.name
-    how = {"trust_remote_code", "chat_template"}
-    facts = load_facts(source, **model.model_dump(include=how))
+    facts = load_facts(source, **model.of_tokenizer)
     if tinker:
         from agentrl.samplers.tinker import TinkerSampler
 

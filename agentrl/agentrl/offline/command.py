@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import closing
 from functools import partial
-from os import getcwd
 from pathlib import Path
 
 import torch
@@ -13,73 +11,54 @@ import torch
 from agentrl.capacity import available_cores
 from agentrl.config.checks import check_warmup
 from agentrl.config.commands import OfflineConfig, PreferConfig, RewardModelConfig
-from agentrl.config.errors import ConfigError
 from agentrl.config.secrets import as_recorded
-from agentrl.config.setting_names import flag_of, flattened
+from agentrl.config.setting_names import flattened
 from agentrl.console.offline import OfflineDisplay, offline_report
 from agentrl.console.output import print_block, print_line
-from agentrl.datasets.samples import Example
 from agentrl.interrupts import end_in_order
 from agentrl.offline.examples import read_examples
-from agentrl.offline.objectives import objective_of
 from agentrl.offline.run import OfflineRun, OfflineSummary, train_offline
 from agentrl.runs.circumstances import note_failure, note_start
 from agentrl.runs.folder import RunFolder
-from agentrl.runs.recorded import how_to_continue
-from agentrl.training.resume import return_to_start, tell_changes
+from agentrl.runs.recorded import how_to_continue, register
+from agentrl.training.resume import refusal, return_to_start, tell_changes
 from agentrl.training.setup.clients import local_clients
-from agentrl.training.setup.initial_adapters import find_initial, initial_adapter
+from agentrl.training.setup.initial_adapters import initial_adapter, new_run
 from agentrl_tracer.schemas import Policies
 from agentrl_tracer.store import Store
-from agentrl_trainer.models.loading import ModelFacts, load_facts
+from agentrl_trainer.models.loading import load_facts
 
-Read = Callable[[OfflineConfig, ModelFacts], tuple[list[Example], list[Example]]]
-
-_MAY_CHANGE = ("evaluation.", "run.", "model.cores", "learning.epochs", "data.")
+_MAY_CHANGE = (
+    "data.", "evaluation.", "learning.epochs", "model.cores", "run.checkpoint_every",
+    "run.keep_checkpoints",
+)  # fmt: skip
 """Beginnings of settings that a resumed run may change. The rest decides what its steps compute;
 of ``data`` the examples are compared."""
-_MAY_NOT_CHANGE = ("run.seed", "run.name")
 
 
-def run_offline(
-    config: OfflineConfig, resume: Path | None, read: Read = read_examples
-) -> OfflineSummary:
-    """Train, and report.
-
-    Args:
-        resume: the folder of the run that goes on.
-        read: returns the examples and the held-out ones. It is called before there is a run, and
-            says what is wrong with them as ConfigError.
-    """
+def run_offline(config: OfflineConfig, resume: Path | None) -> OfflineSummary:
+    """Train, and report; ``resume`` is the folder of the run that goes on."""
     config.model.cores = min(config.model.cores or available_cores(), available_cores())
     folder = None if resume is None else _begun(resume, config)
-    how = {"trust_remote_code", "chat_template"}
-    facts = load_facts(config.model.name, **config.model.model_dump(include=how))
-    examples, held_out = read(config, facts)
-    objective = objective_of(config)
+    facts = load_facts(config.model.name, **config.model.of_tokenizer)
+    examples, held_out = read_examples(config, facts)  # before there is a run
+    name = config.model.adapter
     if folder is None:
-        initial = find_initial(config.learning, [config.model.adapter], config.model.name)
-        folder = RunFolder.create(config.run.folder, config.run.name, objective.name)
+        folder = new_run(config.run, config.kind, config.learning, [name])
         folder.lock()
-        if initial is not None:
-            initial.keep(folder)
-            print_line((initial.told, "dim"))
-    end_in_order(partial(how_to_continue, folder, objective.name))
+    end_in_order(partial(how_to_continue, folder, config.kind))
     print_line((f"run folder {folder.root}", "dim"))
     with closing(Store(str(folder.store))) as store, OfflineDisplay() as display:
-        run_id = _register(folder, store, config, objective.name)
+        run_id, _ = register(folder, store, config.kind, config, Policies())
         try:
             torch.set_num_threads(1)  # until the model's size is known
-            name = config.model.adapter
-            compared = isinstance(config, PreferConfig)
+            start = initial_adapter(folder, name) if config.learning.init_adapter else None
             backend = local_clients(
                 config.model, config.learning, folder.root, display.note, names=[name],
                 seed=config.run.seed, score=isinstance(config, RewardModelConfig),
-                reference=initial_adapter(folder, name) if compared else None,
+                reference=start if isinstance(config, PreferConfig) else None,
             )  # fmt: skip
-            run = OfflineRun(
-                config, objective, examples, held_out, folder, store, run_id, backend, display
-            )
+            run = OfflineRun(config, examples, held_out, folder, store, run_id, backend, display)
             check_warmup(config.learning.warmup_steps, run.steps)
             note_start(folder, run.steps)
             summary = train_offline(run)
@@ -105,28 +84,10 @@ def _begun(resume: Path, config: OfflineConfig) -> RunFolder:
     folder.lock()
     was = flattened(as_recorded(folder.read_config()))
     now = flattened(as_recorded(config.model_dump(mode="json")))
+    del now["run.folder"]
     changed = {name: (was.get(name), now[name]) for name in now if was.get(name) != now[name]}
     for name, (before, after) in changed.items():
-        if not name.startswith(_MAY_CHANGE) or name in _MAY_NOT_CHANGE:
-            raise ConfigError(
-                f"{name}: {folder.root} was started with {before}, not {after}. This cannot "
-                f"change, because its steps depend on it: leave {flag_of(name)} as it was, or "
-                "start a new run"
-            )
-    changed.pop("run.folder", None)
+        if not name.startswith(_MAY_CHANGE):
+            raise refusal(folder, name, f"{before}, not {after}", "its steps depend on it")
     tell_changes(changed, print_line)
     return folder
-
-
-def _register(folder: RunFolder, store: Store, config: OfflineConfig, kind: str) -> str:
-    """Return the run's id in its store, new or as the folder has it."""
-    settings = as_recorded(config.model_dump(mode="json"))
-    if folder.exists():
-        run_id = folder.run_id.read_text().strip()
-        store.resume_run(run_id, settings, Policies())
-    else:
-        run_id = store.create_run(folder.name, kind, settings)
-        folder.write(folder.started_in, getcwd())
-        folder.write(folder.run_id, run_id)
-    folder.write_json(folder.config, settings)
-    return run_id

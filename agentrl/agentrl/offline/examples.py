@@ -35,19 +35,14 @@ def read_examples(config: OfflineConfig, facts: ModelFacts) -> tuple[list[Exampl
     data, renderer = config.data, Renderer(facts.tokenizer)
     longest = min(config.learning.max_length or facts.context_length, facts.context_length)
     reader, recorded = _sources(config)
-
-    def of_file(source: str, field: str, what: str) -> list[Example]:
-        return _fitting(file_examples(source, field, renderer, reader), longest, what)
-
-    if data.source is not None:
-        train = of_file(data.source, "data.source", "examples")
-    else:
-        train = _fitting(recorded(), longest, "examples")
-    held_out, share = list[Example](), _share(data.held_out)
-    if share is not None:
-        train, held_out = split(train, share, config.run.seed)
-    elif data.held_out is not None:
-        held_out = of_file(data.held_out, "data.held_out", "held-out examples")
+    of_file = partial(file_examples, renderer=renderer, reader=reader)
+    found = of_file(data.source, "data.source") if data.source else recorded()
+    train, held_out = _fitting(found, longest, "examples"), list[Example]()
+    if isinstance(data.held_out, float):
+        train, held_out = split(train, data.held_out, config.run.seed)
+    elif isinstance(data.held_out, str):
+        found = of_file(data.held_out, "data.held_out")
+        held_out = _fitting(found, longest, "held-out examples")
     _tell("train on", train)
     if held_out:
         _tell("hold out", held_out)
@@ -82,21 +77,6 @@ def _fitting(found: Samples, longest: int, what: str) -> list[Example]:
     return fitting
 
 
-def _share(held_out: str | None) -> float | None:
-    """Read a share of the examples, such as 0.1; None for a file or nothing.
-
-    Raises:
-        ConfigError: it is not between 0 and 1.
-    """
-    try:
-        share = float(held_out or "")
-    except ValueError:
-        return None
-    if not 0 < share < 1:
-        raise ConfigError(f"data.held_out: {held_out}: give a share between 0 and 1, or a file")
-    return share
-
-
 def split(
     samples: Sequence[Example], share: float, seed: int
 ) -> tuple[list[Example], list[Example]]:
@@ -108,23 +88,20 @@ def split(
     tasks = sorted({one.task for one in samples})
     random.Random(seed).shuffle(tasks)
     held_out = set(tasks[: round(share * len(tasks))])
-    parts = (
-        [one for one in samples if one.task not in held_out],
-        [one for one in samples if one.task in held_out],
-    )
-    if not all(parts):
+    train = [one for one in samples if one.task not in held_out]
+    rest = [one for one in samples if one.task in held_out]
+    if not train or not rest:
         raise ConfigError(
             f"data.held_out: {share:g} of {len(tasks)} tasks leaves one of the parts empty; give "
             "another share, or a file"
         )
-    return parts
+    return train, rest
 
 
 def _tell(what: str, examples: Sequence[Example]) -> None:
     rows = [row for one in examples for row in one.rows]
     tokens, trained = sum(len(row.tokens) for row in rows), sum(row.trained for row in rows)
-    kind = "pairs" if len(examples[0].rows) == 2 else "rows"
-    counts = f"{len(examples):,} {kind} of {len({one.task for one in examples}):,} tasks"
+    counts = f"{len(examples):,} examples of {len({one.task for one in examples}):,} tasks"
     print_line((f"{what} {counts}: {trained:,} of {tokens:,} tokens have a weight", "dim"))
 
 
@@ -138,11 +115,11 @@ def file_examples(source: str, field: str, renderer: Renderer, reader: Reader) -
         ConfigError: names the file, the line and the field that does not fit.
     """
     found = Samples()
-    for record in read_records(source, field):
+    for where, data in read_records(source, field):
         try:
-            found.kept += reader(renderer, record.data, found.left_out)
+            found.kept += reader(renderer, data, found.left_out)
         except ValueError as error:
-            raise ConfigError(f"{field}: {record.where}: {error}") from error
+            raise ConfigError(f"{field}: {where}: {error}") from error
     return found
 
 

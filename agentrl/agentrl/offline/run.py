@@ -22,7 +22,7 @@ from agentrl.config.commands import OfflineConfig
 from agentrl.config.errors import ConfigError
 from agentrl.console.offline import OfflineDisplay
 from agentrl.datasets.samples import Example
-from agentrl.offline.objectives import Objective
+from agentrl.offline.objectives import measure, update
 from agentrl.process_privacy import private_files
 from agentrl.runs.best_adapter import keep_best
 from agentrl.runs.folder import RunFolder
@@ -62,7 +62,6 @@ class OfflineRun:
     """
 
     config: OfflineConfig
-    objective: Objective
     examples: Sequence[Example]
     held_out: Sequence[Example]
     folder: RunFolder
@@ -105,21 +104,14 @@ class OfflineRun:
         size = self.config.learning.batch_size
         return [self.examples[i] for i in order[at * size : (at + 1) * size]]
 
-    def learning_rate(self, step: int) -> float:
-        learning = self.config.learning
-        factor = schedule_factor(learning.schedule, step, self.steps, learning.warmup_steps)
-        return self.backend.peak_learning_rate * factor
-
     def why_end(self) -> str | None:
         """Say why the run ends before its last step; None if it goes on."""
-        patience, known = self.config.evaluation.patience, self.held_out_losses
-        if patience is None or self.best is None:
-            return None
-        if len([step for step in known if step > self.best]) < patience:
+        patience, known, best = self.config.evaluation.patience, self.held_out_losses, self.best
+        if patience is None or best is None or sum(step > best for step in known) < patience:
             return None
         return (
             f"evaluation.patience: {patience} measures in a row were no better than the held-out "
-            f"loss {known[self.best]:.4f} of step {self.best}"
+            f"loss {known[best]:.4f} of step {best}"
         )
 
     # ---- metrics, adapters and checkpoints
@@ -131,12 +123,6 @@ class OfflineRun:
     def save_version(self, step: int) -> None:
         path = self.folder.adapter_version(self.name, step)
         self.client.save_weights_for_sampler(path).result()
-
-    def checkpoint(self, step: int) -> None:
-        meta = {"run_id": self.run_id, "examples": self.fingerprint}
-        self.backend.service.save_checkpoint(
-            self.folder.checkpoints, step, meta=meta, keep=self.config.run.keep_checkpoints
-        ).result()
 
     @cached_property
     def fingerprint(self) -> str:
@@ -195,10 +181,14 @@ def train_offline(run: OfflineRun) -> OfflineSummary:
 def train_step(run: OfflineRun, step: int) -> None:
     """Update the adapter on the next examples, and write a checkpoint if it is due."""
     began = time.perf_counter()
-    adam = AdamParams(run.learning_rate(step), grad_clip_norm=run.config.learning.max_grad_norm)
+    learning = run.config.learning
+    rate = run.backend.peak_learning_rate * schedule_factor(
+        learning.schedule, step, run.steps, learning.warmup_steps
+    )
+    adam = AdamParams(rate, grad_clip_norm=learning.max_grad_norm)
     row: dict[str, Any] = {"step": step, "epoch": (step - 1) // run.per_epoch + 1}
-    row |= run.objective.update(run.client, run.batch(step), adam)
-    row["learning_rate"] = adam.learning_rate
+    row |= update(run.config, run.client, run.batch(step), adam)
+    row["learning_rate"] = rate
     if row.get("skipped_non_finite"):
         if step == 1:
             raise RunError(
@@ -208,8 +198,12 @@ def train_step(run: OfflineRun, step: int) -> None:
         run.display.note(f"step {step} was not applied: its loss or gradient was not finite")
     row["seconds/update"] = time.perf_counter() - began
     run.log(step, row)
-    if step % run.config.run.checkpoint_every == 0 or step == run.steps:
-        run.checkpoint(step)
+    how = run.config.run
+    if step % how.checkpoint_every == 0 or step == run.steps:
+        meta = {"run_id": run.run_id, "examples": run.fingerprint}
+        run.backend.service.save_checkpoint(
+            run.folder.checkpoints, step, meta=meta, keep=how.keep_checkpoints
+        ).result()
     run.display.step(row)
 
 
@@ -220,7 +214,7 @@ def measure_if_due(run: OfflineRun, step: int) -> None:
         return
     began = time.perf_counter()
     run.save_version(step)
-    found = run.objective.measure(run.client, run.held_out)
+    found = measure(run.config, run.client, run.held_out)
     row: dict[str, Any] = {f"eval/{name}": value for name, value in found.items()}
     run.log(step, {"step": step, **row, "seconds/evaluation": time.perf_counter() - began})
     loss = row[HELD_OUT_LOSS]
@@ -237,7 +231,7 @@ def finish(run: OfflineRun, step: int) -> OfflineSummary:
     shutil.rmtree(folder.adapter, ignore_errors=True)
     shutil.copytree(folder.adapter_version(run.name, step), folder.adapter)
     rows = folder.read_metrics()
-    title = f"{folder.name}: {run.objective.name} of {run.config.model.name}"
+    title = f"{folder.name}: {run.config.kind} of {run.config.model.name}"
     losses = ((LOSS, "loss of the step's examples"), (HELD_OUT_LOSS, "held-out loss"))
     draw_learning_curve(rows, title, folder.picture, *losses)
     loss, seconds = [row[LOSS] for row in rows if LOSS in row], time.perf_counter() - run.began

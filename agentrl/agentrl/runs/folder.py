@@ -323,16 +323,11 @@ def named_adapters(
     Raises:
         ConfigError: one is missing; ``field`` is the setting's name.
     """
-    if len(found) == 1 and len(names) == 1:
+    if len(found) == len(names) == 1:
         return {names[0]: next(iter(found.values())).absolute()}
-    if len(found) == 1:
-        raise ConfigError(
-            f"{field}: {str(source)!r} is one adapter, but adapters names "
-            f"{', '.join(names)}; give the folder that holds theirs"
-        )
     if missing := [name for name in names if name not in found]:
         raise ConfigError(
-            f"{field}: {str(source)!r} has no folder {', '.join(missing)}; it has "
+            f"{field}: {str(source)!r} has no adapter {', '.join(missing)}; it has "
             f"{', '.join(sorted(found))}"
         )
     return {name: found[name].absolute() for name in names}

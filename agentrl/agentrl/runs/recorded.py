@@ -6,11 +6,13 @@ import os
 import time
 from pathlib import Path
 
+from pydantic import BaseModel
+
 from agentrl.config.errors import ConfigError
-from agentrl.config.secrets import store_url
+from agentrl.config.secrets import as_recorded, store_url
 from agentrl.config.setting_names import recorded
 from agentrl.runs.folder import RunFolder
-from agentrl_tracer.schemas import Json
+from agentrl_tracer.schemas import Json, Policies
 from agentrl_tracer.store import Store
 from agentrl_tracer.store.faults import PATIENCE_S
 
@@ -60,6 +62,27 @@ def open_store(
         f"run.store: the store {shared or folder.store} is not there, or does not hold the run "
         f"{run_id} of {folder.root}; bring it back, with the files -wal and -shm beside it"
     )
+
+
+def register(
+    folder: RunFolder, store: Store, kind: str, config: BaseModel, policies: Policies
+) -> tuple[str, bool]:
+    """Write a run's settings to its folder and its store.
+
+    Returns:
+        Its id, new or as the folder has it, and whether it is resumed.
+    """
+    settings = as_recorded(config.model_dump(mode="json"))
+    if resumed := folder.config.exists():
+        run_id = folder.run_id.read_text().strip()
+        store.resume_run(run_id, settings, policies)
+    else:
+        run_id = store.create_run(folder.name, kind, settings, policies)
+        folder.write(folder.started_in, os.getcwd())
+        folder.write(folder.run_id, run_id)
+    # Last: only a folder with a configuration can be resumed.
+    folder.write_json(folder.config, settings)
+    return run_id, resumed
 
 
 def state_of(folder: RunFolder, run: Json) -> str:

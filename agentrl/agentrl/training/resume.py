@@ -73,20 +73,31 @@ def go_back(folder: RunFolder, step: str) -> None:
     Raises:
         ConfigError: no checkpoint of that step is kept.
     """
-    checkpoints = _numbered(folder.checkpoints.glob("step-*"))
-    kept = ", ".join(str(at) for at, _ in checkpoints) or "none"
-    after = str(best_step(held_out_of(folder))) if step == "best" else step
-    if after not in (str(at) for at, _ in checkpoints):
-        raise ConfigError(
-            f"resume: {folder.root} has no checkpoint of step {after}; kept are those of: {kept}. "
-            "Give one of them as RUN@STEP, or RUN for the newest"
-        )
+    checkpoint = checkpoint_of(folder, step, "resume")
+    [(after, _)] = _numbered([checkpoint])
     store, run = open_store(folder)
     with contextlib.closing(store):  # first: a gateway loads the newest adapters that it names
-        store.drop_adapters_after(run["id"], int(after))
-    for at, path in (*checkpoints, *_numbered(folder.adapters.glob("*/v*"))):
-        if at > int(after):
+        store.drop_adapters_after(run["id"], after)
+    made = (*folder.checkpoints.glob("step-*"), *folder.adapters.glob("*/v*"))
+    for at, path in _numbered(made):
+        if at > after:
             path.rename(path.with_name(f"{_SUPERSEDED}{path.name}-{secrets.token_hex(4)}"))
+
+
+def checkpoint_of(run: RunFolder, step: str, field: str) -> Path:
+    """Return the checkpoint of a step, a number or ``best``; ``field`` is the setting's name.
+
+    Raises:
+        ConfigError: it is not kept.
+    """
+    kept = {str(at): path for at, path in _numbered(run.checkpoints.glob("step-*"))}
+    at = str(best_step(held_out_of(run))) if step == "best" else step.lstrip("0") or "0"
+    if at not in kept:
+        raise ConfigError(
+            f"{field}: {run.root} has no checkpoint of step {at}; kept are those of: "
+            f"{', '.join(kept) or 'none'}. Give one of them as RUN@STEP"
+        )
+    return kept[at]
 
 
 def _numbered(paths: Iterable[Path]) -> list[tuple[int, Path]]:
@@ -111,7 +122,7 @@ def check_resume(
         if not _same(name, before, after):
             if name == "adapters" and not config.adapters:
                 name = "model.adapter"
-            raise _refusal(folder, name, f"{_shown(before)}, not {_shown(after)}", why)
+            raise refusal(folder, name, f"{_shown(before)}, not {_shown(after)}", why)
     # Earlier rollouts name their task by its place in the file.
     store, run = open_store(folder)
     with contextlib.closing(store):
@@ -130,7 +141,7 @@ def check_resume(
             )
             if any(differ):
                 difference += f" (the first that differs is number {differ.index(True) + 1})"
-            raise _refusal(folder, name, difference, "its rollouts belong to them")
+            raise refusal(folder, name, difference, "its rollouts belong to them")
     return {
         name: (was.get(name), value)
         for name, value in now.items()
@@ -157,7 +168,8 @@ def _same(name: str, before: Any, after: Any) -> bool:
     return before == after
 
 
-def _refusal(folder: RunFolder, name: str, difference: str, why: str) -> ConfigError:
+def refusal(folder: RunFolder, name: str, difference: str, why: str) -> ConfigError:
+    """Return the error of a setting that may not change."""
     return ConfigError(
         f"{name}: {folder.root} was started with {difference}. This cannot change, because {why}: "
         f"leave {flag_of(name)} as it was, or start a new run"

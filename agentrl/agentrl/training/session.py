@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import threading
 import time
@@ -13,12 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from agentrl.config.commands import EvalConfig, RunConfig, TrainConfig
-from agentrl.config.secrets import (
-    as_recorded,
-    secret_variables,
-    store_url,
-    without_password,
-)
+from agentrl.config.secrets import secret_variables, store_url, without_password
 from agentrl.console.output import stderr
 from agentrl.gateway.handle import GatewayHandle
 from agentrl.gateway.process import GatewayPlan, import_gateway
@@ -26,6 +20,7 @@ from agentrl.runner.pool_client import start_pool
 from agentrl.runner.protocol import RunnerConfig
 from agentrl.runs.circumstances import note_failure
 from agentrl.runs.folder import RunFolder
+from agentrl.runs.recorded import register
 from agentrl.samplers.vllm.server import planned_server
 from agentrl.scoring.functions import RewardFunction, ScoringContext
 from agentrl.scoring.scorer import Scorer
@@ -129,20 +124,11 @@ class Session:
 
     def _register(self, kind: str) -> str:
         """Return the run's id, new or as the folder has it, and store its settings."""
-        config = self.config
         named = {"on_error", "on_timeout", "on_missing_reward", "max_attempts"}
-        policies = Policies(**config.rollouts.model_dump(include=named))
-        settings = as_recorded(config.model_dump(mode="json"))
-        if self.folder.config.exists():
-            run_id = self.folder.run_id.read_text().strip()
-            self.store.resume_run(run_id, settings, policies)
+        policies = Policies(**self.config.rollouts.model_dump(include=named))
+        run_id, resumed = register(self.folder, self.store, kind, self.config, policies)
+        if resumed:
             self.store.cancel(run_id, "the run was resumed")
-        else:
-            run_id = self.store.create_run(self.folder.name, kind, settings, policies)
-            self.folder.write(self.folder.started_in, os.getcwd())
-            self.folder.write(self.folder.run_id, run_id)
-        # Last: only a folder with a configuration can be resumed.
-        self.folder.write_json(self.folder.config, settings)
         return run_id
 
     def __enter__(self) -> Self:

@@ -50,9 +50,9 @@ def test_a_checkpoint_by_step_is_compared_with_the_base_model(tmp_path: Path) ->
     assert find_adapters(f"{run.root}@3", "x") == {"policy": run.adapter_version("policy", 3)}
     for folder in (first, second):
         summary = json.loads((folder / "summary.json").read_text())
-        assert {label: one["tasks"] for label, one in summary["by"]["level"].items()} == {
-            "high": 1, "low": 1,
-        }  # fmt: skip
+        assert [(row["field"], row["tasks"]) for row in summary["by"]] == [
+            ("level = high", 1), ("level = low", 1),
+        ]  # fmt: skip
         assert [row["model"] for row in summary["compared"]] == [f"{run.root}@3", "base"]
         assert [row["run"] for row in summary["compared"]] == [first.name, second.name]
 

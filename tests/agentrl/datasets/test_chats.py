@@ -37,11 +37,10 @@ def test_a_prompt_with_its_completion_is_a_chat() -> None:
     assert to_chat({"prompt": known[:1], "completion": known[1:]}) == to_chat(game(7))
 
 
-def test_weights_are_those_of_openai_or_say_what_trains() -> None:
+def test_weights_are_those_of_openai() -> None:
     assert to_chat(game(7)).weights == [None, None]
     assert to_chat(game(7, weight=0)).weights == [None, 0.0]
     assert to_chat(game(7, weight=0.5)).weights == [None, 0.5]
-    assert to_chat(game(7, train=True)).weights == [None, 1.0]
     turn = {"from": "gpt", "value": "I am 7.", "weight": 0}
     shared = {"system": "Play.", "conversations": [{"from": "human", "value": "?"}, turn]}
     assert to_chat(shared).weights == [None, None, 0.0]

@@ -68,8 +68,8 @@ def test_every_kind_gives_the_same_records_and_their_places(
 ) -> None:
     source = write(tmp_path / name)
     found = read_records(source, "data")
-    assert [one.data for one in found] == RECORDS
-    assert found[1].where == f"{source}, {place}"
+    assert [data for _, data in found] == RECORDS
+    assert found[1][0] == f"{source}, {place}"
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_a_source_that_is_not_there_is_named(
     source = as_dataset(tmp_path / "saved").removesuffix(":good")
     assert len(read_records(source, "data")) == 1  # its split named train
     for missing, message in (
-        (f"{source}:best", "data: .* has the splits good, train; give one of them, as .*:good"),
+        (f"{source}:best", "data: .* has no split best; give .*:good, .*:train"),
         (str(tmp_path / "no.jsonl"), "data: cannot read .*no.jsonl.*No such file"),
         (str(tmp_path / "none"), "data: there is no .*none'; give a .jsonl"),
     ):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from chat_data import write_lines
@@ -15,12 +16,12 @@ from pair_data import pair, write_pairs
 from safetensors.torch import load_file
 
 from agentrl.cli.offline import prefer_command, reward_model_command
+from agentrl.config.commands import PreferConfig
 from agentrl.config.errors import ConfigError
-from agentrl.config.settings.offline import PreferenceSettings
 from agentrl.console.output import console
 from agentrl.datasets.samples import Example
 from agentrl.offline.examples import file_examples, pair_examples
-from agentrl.offline.objectives import Prefer
+from agentrl.offline.objectives import measure, update
 from agentrl.runs.folder import RunFolder
 from agentrl.training.setup.algorithm import REFERENCE
 from agentrl_proxy.rendering.renderer import Renderer
@@ -103,15 +104,18 @@ def client(tmp_path: Path) -> TrainingClient:
     return service.create_lora_training_client("agentrl-tiny", rank=4, seed=0, name="policy")
 
 
+def preferring(**tables: Any) -> PreferConfig:
+    return PreferConfig.model_validate({"data": {"source": "pairs.jsonl"}} | tables)
+
+
 @pytest.mark.parametrize("loss", ["dpo", "ipo", "kto", "orpo", "simpo"])
 def test_every_loss_widens_the_margin(
     loss: str, client: TrainingClient, pairs: list[Example]
 ) -> None:
-    settings = PreferenceSettings.model_validate({"loss": loss})
-    objective = Prefer(settings)
-    before = objective.measure(client, pairs)
-    steps = [objective.update(client, pairs, AdamParams(learning_rate=3e-3)) for _ in range(3)]
-    after = objective.measure(client, pairs)
+    config = preferring(preference={"loss": loss})
+    before = measure(config, client, pairs)
+    steps = [update(config, client, pairs, AdamParams(learning_rate=3e-3)) for _ in range(3)]
+    after = measure(config, client, pairs)
     assert steps[0]["loss"] == pytest.approx(before["loss"], rel=1e-4)
     assert after["rewards/margins"] > before["rewards/margins"] + 0.003
     assert after["loss"] < before["loss"]
@@ -121,23 +125,24 @@ def test_every_loss_widens_the_margin(
 def test_the_reference_is_what_the_adapter_started_from(
     client: TrainingClient, pairs: list[Example], tmp_path: Path
 ) -> None:
-    objective = Prefer(PreferenceSettings())
+    config = preferring()
     for _ in range(3):
-        objective.update(client, pairs, AdamParams(learning_rate=3e-3))
-    assert objective.measure(client, pairs)["rewards/margins"] > 0.01
+        update(config, client, pairs, AdamParams(learning_rate=3e-3))
+    assert measure(config, client, pairs)["rewards/margins"] > 0.01
     client.save_weights_for_sampler(tmp_path / "start").result()
     client.local(lambda learner: learner.add_reference(REFERENCE, tmp_path / "start")).result()
-    assert objective.measure(client, pairs)["rewards/margins"] == pytest.approx(0.0, abs=1e-5)
+    config = preferring(learning={"init_adapter": tmp_path / "start"})
+    assert measure(config, client, pairs)["rewards/margins"] == pytest.approx(0.0, abs=1e-5)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "data.source: give one of --data FILE, --from-run RUN, not none"),
-        (["--data", "a", "--from-run", "b"], "data.from_run: give one of"),
+        ([], "data: give one of source, from_run"),
+        (["--data", "a", "--from-run", "b"], "data: give one of source, from_run"),
         (["--data", "a", "--where", "step > 1"], "data.where: has no effect without"),
         (["--data", "a", "--by", "feedback"], "data.by: has no effect without"),
-        (["--data", "a", "--gamma", "1"], "preference.gamma: has no effect without"),
+        (["--data", "a", "--gamma", "2"], "preference.gamma: has no effect without"),
         (["--data", "a", "--loss", "kto", "--batch-size", "1"], "learning.batch_size: kto"),
         (["--data", "a", "--patience", "1"], "evaluation.patience: has no effect without"),
         (["--data", "bad.jsonl"], r"bad.jsonl, line 2: rejected: messages\[1\]"),

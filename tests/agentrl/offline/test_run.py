@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from safetensors.torch import load_file
@@ -54,8 +56,15 @@ def read(_: OfflineConfig, facts: ModelFacts) -> Examples:
     return rows(facts, range(100, 132)), rows(facts, range(1000, 1008))
 
 
+def trained(
+    config: SftConfig, resume: Path | None, read: Callable[[OfflineConfig, ModelFacts], Examples]
+) -> OfflineSummary:
+    with patch("agentrl.offline.command.read_examples", read):
+        return run_offline(config, resume)
+
+
 def train(folder: Path, resume: Path | None = None, **tables: dict[str, Any]) -> OfflineSummary:
-    return run_offline(config(folder, **tables), resume, read)
+    return trained(config(folder, **tables), resume, read)
 
 
 def weights(folder: RunFolder) -> dict[str, bytes]:
@@ -117,7 +126,7 @@ def test_it_ends_early_and_keeps_the_best(tmp_path: Path) -> None:
         return rows(facts, range(100, 116)), other
 
     how = config(tmp_path, learning={"epochs": 9}, evaluation={"every": 1, "patience": 2})
-    summary = run_offline(how, None, overfits)
+    summary = trained(how, None, overfits)
     assert summary.why is not None
     assert "evaluation.patience: 2 measures in a row" in summary.why
     assert summary.best is not None
@@ -134,7 +143,7 @@ def test_a_resumed_run_refuses_what_would_make_other_steps(whole: Whole, tmp_pat
     with pytest.raises(ConfigError, match=r"learning.rank: .* was started with 8, not 4\."):
         train(root.parent, root, learning={"rank": 4})
     with pytest.raises(ConfigError, match=r"resume: .* was trained on other examples"):
-        run_offline(
+        trained(
             config(root.parent), root,
             lambda _, facts: (rows(facts, range(9)), rows(facts, range(3))),
         )  # fmt: skip

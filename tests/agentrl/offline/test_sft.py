@@ -79,7 +79,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 def test_the_held_out_loss_falls_and_what_is_left_out_is_said(trained: Trained) -> None:
     losses = held_out_losses(trained.folder)
     assert losses[50] < 0.2 * losses[0]
-    assert "train on 160 rows" in trained.said
+    assert "train on 160 examples" in trained.said
     left_out = "1 chats without an answer that trains (all); 1 rows longer than 400 tokens"
     assert f"examples: left out are {left_out}" in " ".join(trained.said.split())
     assert f"agentrl serve --adapter-path {trained.folder.best_adapter}" in trained.said
@@ -139,7 +139,9 @@ def test_the_best_rollouts_of_a_run_are_examples(recorded: Recorded, tmp_path: P
     said = " ".join(printed.get().split())
     assert "rollouts beside the best 1 of their task" in said
     assert "rollouts of held-out tasks (name purpose in --where to take them)" in said
-    assert re.search(r"train on (\d+) rows of \1 tasks.* hold out (\d+) rows of \2 tasks", said)
+    assert re.search(
+        r"train on (\d+) examples of \1 tasks.* hold out (\d+) examples of \2 tasks", said
+    )
     folder = RunFolder(tmp_path / "best")
     found = held_out_losses(folder)
     assert found[max(found)] < 0.7 * found[0]
@@ -194,14 +196,14 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "data.source: give one of --data FILE, --from-run RUN, --from"),
-        (["--data", "a", "--from-run", "b"], "data.from_run: give one of .* not several"),
+        ([], "data: give one of source, from_run"),
+        (["--data", "a", "--from-run", "b"], "data: give one of source, from_run"),
         (["--data", "a", "--best-of", "2"], "data.best_of: has no effect without data.from_run"),
         (["--data", "a", "--where", "step > 1"], "data.where: has no effect without"),
         (["--data", "a", "--patience", "2"], "evaluation.patience: has no effect without"),
         (["--from-run", "a", "--train-on", "tagged"], "data.train_on: tagged needs data.source"),
         (["--data", "bad.jsonl"], r"bad.jsonl, line 2: messages\[1\]\.content"),
-        (["--data", "bad.jsonl", "--held-out", "2.5"], "data.held_out: 2.5: give a share"),
+        (["--data", "bad.jsonl", "--held-out", "2.5"], "data.held_out: 2.5 of 1 tasks leaves"),
         (["--resume", "runs/none"], "resume: 'runs/none' is no run folder"),
         (["agent.py", "--data", "a"], "agent"),
     ],

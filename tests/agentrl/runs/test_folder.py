@@ -77,8 +77,8 @@ def test_adapters_are_found_by_name(tmp_path: Path) -> None:
     assert found(both) == {"answerer": two[0], "asker": two[1]}
     assert found(both, adapters="asker") == {"asker": two[1]}
     for source, adapters, message in (
-        (both, "asker,judge", "has no folder judge; it has answerer, asker"),
-        (one, "asker,judge", "is one adapter, but adapters names asker, judge"),
+        (both, "asker,judge", "has no adapter judge; it has answerer, asker"),
+        (one, "asker,judge", "has no adapter"),
         (tmp_path / "nowhere", "asker", "no PEFT folder"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -17,7 +17,6 @@ from agentrl.cli.eval import (
     comparison,
     evaluation_report,
     fail_under,
-    kept,
     scores_of,
 )
 from agentrl.history.evaluations import Outcome, stored_outcomes
@@ -64,7 +63,7 @@ def test_a_rollout_without_reward_is_no_success(tmp_path: Path) -> None:
 
 def evaluated(name: str, successes: list[int]) -> Evaluated:
     found = {task: Outcome(task, right, 2, f"r{task}") for task, right in enumerate(successes)}
-    return Evaluated(name, name == "base", RunFolder(Path(name)), found, {"reward": 0.5})
+    return Evaluated(name, RunFolder(Path(name)), found, {"reward": 0.5})
 
 
 def test_models_are_compared_with_the_first_on_the_same_tasks() -> None:
@@ -81,12 +80,8 @@ def test_models_are_compared_with_the_first_on_the_same_tasks() -> None:
     assert (low["field"], low["tasks"]) == ("level = low", 3)
     assert (low["base"].rate, low["mine"].rate) == (0, 1)
     assert (high["base"].rate, high["mine"].rate) == (pytest.approx(5 / 6), pytest.approx(2 / 3))
-    known = kept(tasks, done, done[1], ["level"])
-    assert known["by"]["level"]["low"]["rate"] == 1
-    assert [row["model"] for row in known["compared"]] == ["base", "mine"]
     alone = by_rows(tasks, done[1:], ["level"])
     assert [row["accuracy"].rate for row in alone] == [pytest.approx(2 / 3), 1]
-    assert "compared" not in kept(tasks, done[1:], done[1], [])
 
 
 def test_an_accuracy_below_the_least_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:

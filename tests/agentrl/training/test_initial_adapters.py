@@ -18,8 +18,9 @@ from training_run import Run
 
 from agentrl.config.errors import ConfigError
 from agentrl.config.settings.learning import LearningSettings
+from agentrl.config.settings.run import NewRunSettings
 from agentrl.runs.folder import RunFolder
-from agentrl.training.setup.initial_adapters import create_adapters, find_initial
+from agentrl.training.setup.initial_adapters import create_adapters, find_initial, new_run
 from agentrl_trainer.client import AdamParams, Datum, ModelInput, ServiceClient, TrainingClient
 from agentrl_trainer.models.loading import load_base
 
@@ -55,10 +56,10 @@ def started(
     """The clients of a run that begins, or goes on: in a folder that has its copies."""
     learning = LearningSettings(init_adapter=source, **settings)
     folder = RunFolder(root)
-    if not folder.initial.exists() and (initial := find_initial(learning, names, "agentrl-tiny")):
-        initial.keep(folder)
+    if not folder.initial.exists():
+        new_run(NewRunSettings(folder=root.parent, name=root.name), "train", learning, names)
     with ServiceClient(folder=root, device="cpu") as service:
-        yield service, create_adapters(service, "agentrl-tiny", learning, names, 0, root)
+        yield service, create_adapters(service, "agentrl-tiny", learning, names, 0, folder)
 
 
 def learn(client: TrainingClient, steps: int = 1) -> None:
@@ -81,7 +82,6 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     [
         {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]},
         {"r": 3, "lora_alpha": 8, "use_rslora": True, "target_modules": "all-linear"},
-        {"r": 4, "target_modules": ["q_proj", "v_proj"], "layers_to_transform": [0, 2]},
         {"r": 4, "target_modules": r".*layers\.1.*(gate|up)_proj", "lora_dropout": 0.1},
     ],
 )
@@ -141,18 +141,19 @@ def test_several_adapters_start_by_name(tmp_path: Path) -> None:
 
 def test_what_does_not_fit_is_refused_by_its_setting(tmp_path: Path) -> None:
     made_by_peft(tmp_path / "theirs", r=4, target_modules=["q_proj"])
+    where = NewRunSettings(folder=tmp_path / "runs")
 
     def refused(source: Path, names: list[str] = NAMES, **settings: Any) -> str:
         with pytest.raises(ConfigError) as error:
-            find_initial(LearningSettings(init_adapter=source, **settings), names, "agentrl-tiny")
+            new_run(where, "train", LearningSettings(init_adapter=source, **settings), names)
         return str(error.value)
 
     theirs = tmp_path / "theirs"
     assert "learning.rank: 32 differs from the 4 of" in refused(theirs, rank=32)
     assert "learning.alpha: 2 differs from the 8 of" in refused(theirs, alpha=2)
-    assert find_initial(LearningSettings(init_adapter=theirs, rank=4), NAMES, "agentrl-tiny")
+    assert find_initial(LearningSettings(init_adapter=theirs, rank=4), NAMES)
     assert "learning.init_adapter: " in refused(tmp_path / "nowhere")
-    assert "is one adapter, but adapters names a, b" in refused(theirs, ["a", "b"])
+    assert "has no adapter a, b; it has theirs" in refused(theirs, ["a", "b"])
     assert "init_optimizer: " in refused(theirs, init_optimizer=True)
     made_by_peft(tmp_path / "dora", r=4, target_modules=["q_proj"], use_dora=True)
     assert "learning.init_adapter: " in (said := refused(tmp_path / "dora"))

@@ -92,9 +92,10 @@ def test_loss_and_gradient_are_those_of_a_plain_classifier(loss: str, token_budg
     peft = plain_reward_model(ours)
     rows, targets = texts(), [0.5, -1.0, 2.0, 0.0, 1.0, 1.5]
     function = pair_scores_loss if loss == "pairs" else regression_loss(targets)
-    stats, _ = ours.forward_backward_custom([score_row(row) for row in rows], function)
+    scored = [score_row(row) for row in rows]
+    stats, _ = ours.forward_backward_custom(scored, function)
     scores = peft(**padded(rows)).logits[:, 0]
-    expected, _ = function([], list(scores))
+    expected, _ = function(scored, list(scores))
     expected.backward()
     assert stats.loss == pytest.approx(expected.item(), abs=1e-5)
     theirs = trainable(peft)

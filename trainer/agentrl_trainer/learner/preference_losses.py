@@ -15,7 +15,6 @@ from torch.nn.functional import logsigmoid
 from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.learner.losses import CustomLoss
 
-DEFAULT_BETA = {"dpo": 0.1, "ipo": 0.1, "kto": 0.1, "orpo": 0.1, "simpo": 2.0}
 WITH_REFERENCE = frozenset({"dpo", "ipo", "kto"})
 """Those that need ``reference`` in the rows' ``extra`` (``Learner.with_reference``)."""
 
@@ -26,7 +25,7 @@ def pair_loss(
     """Make the function that ``forward_backward_custom`` takes.
 
     The rows are chosen and rejected answers in turn; their masks select the answers. Metrics are
-    TRL's: ``rewards/chosen``, ``rewards/rejected``, ``rewards/margins``, ``rewards/accuracies``.
+    TRL's; an answer must be ahead to count as accurate.
 
     Args:
         gamma: SimPO's margin.
@@ -58,7 +57,12 @@ def pair_loss(
             value = supervised - beta * logsigmoid(odds[0::2] - odds[1::2])
         else:  # SimPO, arXiv:2405.14734, equation 6
             value = -logsigmoid(chosen - rejected - gamma)
-        return value.mean(), preference_metrics(chosen, rejected)
+        return value.mean(), {
+            "rewards/chosen": chosen.mean().item(),
+            "rewards/rejected": rejected.mean().item(),
+            "rewards/margins": (chosen - rejected).mean().item(),
+            "rewards/accuracies": (chosen > rejected).float().mean().item(),
+        }
 
     return loss
 
@@ -67,16 +71,6 @@ def reference_sum(row: TrainingRow) -> float:
     """Sum the reference's log-probs of the trained tokens; 0 without a reference."""
     known = row.extra.get("reference", ())
     return sum(value for value, on in zip(known, row.mask, strict=False) if on)
-
-
-def preference_metrics(chosen: Tensor, rejected: Tensor) -> dict[str, float]:
-    """Compute TRL's metrics of rewards [pairs]; an answer must be ahead to count as accurate."""
-    return {
-        "rewards/chosen": chosen.mean().item(),
-        "rewards/rejected": rejected.mean().item(),
-        "rewards/margins": (chosen - rejected).mean().item(),
-        "rewards/accuracies": (chosen > rejected).float().mean().item(),
-    }
 
 
 def mismatched(rows: Sequence[TrainingRow]) -> list[TrainingRow]:

@@ -11,11 +11,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import logsigmoid
 
 from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.learner.losses import CustomLoss
-from agentrl_trainer.learner.preference_losses import preference_metrics
+from agentrl_trainer.learner.preference_losses import pair_loss
 
 
 class RewardHead(nn.Module):
@@ -45,17 +44,10 @@ def score_row(tokens: Sequence[int], adapter: str = "default") -> TrainingRow:
     return TrainingRow([*tokens, 0], mask, [0.0] * size, [0.0] * size, adapter)
 
 
-def pair_scores_loss(
-    rows: Sequence[TrainingRow], scores: list[Tensor]
-) -> tuple[Tensor, Mapping[str, float]]:
-    """Compute the mean of -log sigmoid(chosen - rejected) (Bradley and Terry, 1952;
-    arXiv:2203.02155, equation 1), and TRL's metrics of it, for ``forward_backward_custom``.
-
-    The rows are ``score_row``s of chosen and rejected answers in turn.
-    """
-    found = torch.stack([row.sum() for row in scores])
-    chosen, rejected = found[0::2], found[1::2]
-    return -logsigmoid(chosen - rejected).mean(), preference_metrics(chosen, rejected)
+pair_scores_loss = pair_loss("dpo", beta=1.0)
+"""Of ``score_row``s of chosen and rejected answers in turn: the mean of -log sigmoid(chosen -
+rejected) (Bradley and Terry, 1952; arXiv:2203.02155, equation 1), which is DPO's of scores without
+a reference, and TRL's metrics of it."""
 
 
 def regression_loss(targets: Sequence[float]) -> CustomLoss[TrainingRow]:

@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from safetensors import safe_open
 
 from agentrl_trainer.models.sources import ModelError
 
@@ -20,18 +17,15 @@ CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
 _READ = (
     "peft_type task_type base_model_name_or_path r lora_alpha use_rslora lora_dropout "
-    "init_lora_weights target_modules target_parameters exclude_modules layers_to_transform "
-    "layers_pattern rank_pattern"
+    "init_lora_weights target_modules target_parameters rank_pattern"
 )
 _WITHOUT_EFFECT = (
     "auto_mapping peft_version revision inference_mode fan_in_fan_out megatron_core "
-    "qalora_group_size loftq_config eva_config"
+    "qalora_group_size loftq_config eva_config layers_pattern"
 )
 """Fields that say nothing of the weights, or act only through a field that is refused."""
-_SELECT = ("exclude_modules", "layers_to_transform")
 _OF_ITS_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
 """Initializations that change the base model: their adapters do not fit the model itself."""
-_MODULE = re.compile(r"base_model\.model\.(.+)\.lora_(?:embedding_)?A(?:\.weight)?")
 _INSTEAD = (
     "Merge it into its base where it was made (PEFT's merge_and_unload), and train a fresh adapter "
     "over that model: --model FOLDER"
@@ -76,7 +70,11 @@ def read_lora(folder: Path) -> SavedLora:
         notes.append(f"use_rslora: its scale is kept as alpha {alpha:g}")
     if dropout := config.get("lora_dropout"):
         notes.append(f"lora_dropout {dropout:g}: here is none, so that what samples is what trains")
-    base, targets = config.get("base_model_name_or_path"), _targets(folder, config)
+    targets = config.get("target_modules") or []
+    if not isinstance(targets, str):
+        experts = config.get("target_parameters") or []
+        targets = sorted({*targets, *(one.removesuffix(".weight") for one in experts)})
+    base = config.get("base_model_name_or_path")
     return SavedLora(folder, base, rank, alpha, targets, tuple(notes))
 
 
@@ -87,11 +85,8 @@ def _refuse_features(folder: Path, config: dict[str, Any]) -> None:
 
     if config.get("peft_type") != "LORA":
         raise refuse("peft_type")
-    if config.get("task_type") == "SEQ_CLS":
-        what = "a reward model or classifier (task_type SEQ_CLS)"
-        raise ModelError(f"{folder} is {what}; give an adapter that writes answers")
-    if config.get("task_type") not in (None, "CAUSAL_LM"):
-        raise refuse("task_type")
+    if (kind := config.get("task_type")) not in (None, "CAUSAL_LM"):
+        raise ModelError(f"{folder} has task_type {kind}; give an adapter that writes answers")
     if str(config.get("init_lora_weights")).lower().startswith(_OF_ITS_BASE):
         raise refuse("init_lora_weights")
     if config.get("rank_pattern") and not config.get("target_parameters"):  # experts have one
@@ -99,16 +94,3 @@ def _refuse_features(folder: Path, config: dict[str, Any]) -> None:
     for name in config.keys() - f"{_READ} {_WITHOUT_EFFECT}".split():
         if config[name] and config[name] != "none":  # bias
             raise refuse(name)
-
-
-def _targets(folder: Path, config: dict[str, Any]) -> str | list[str]:
-    """Return what is adapted; where a choice of layers limits it, the paths of the weights."""
-    if any(config.get(name) not in (None, []) for name in _SELECT):
-        with safe_open(folder / WEIGHTS_FILE, framework="numpy") as file:
-            found = (_MODULE.fullmatch(key) for key in file.keys())  # noqa: SIM118
-            return sorted({match[1] for match in found if match})
-    named = config.get("target_modules") or []
-    if isinstance(named, str):
-        return named
-    experts = [one.removesuffix(".weight") for one in config.get("target_parameters") or []]
-    return sorted({*named, *experts})

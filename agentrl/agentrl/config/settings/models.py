@@ -44,6 +44,11 @@ class ModelSettings(Table):
     adapter: AdapterName = "policy"
     """Name of the adapter: the model name that the agent requests."""
 
+    @property
+    def of_tokenizer(self) -> dict[str, Any]:
+        """What ``load_facts`` takes beside a name."""
+        return self.model_dump(include={"trust_remote_code", "chat_template"})
+
 
 class ServeModelSettings(ModelSettings):
     adapter_path: Path | None = None

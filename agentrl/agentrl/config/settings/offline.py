@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator
+from pydantic import Field
 
 from agentrl.config.field_types import Count, NonNegative, Positive, Store, Table
 from agentrl.config.settings.learning import LearningSettings
-from agentrl.config.settings.run import RunFolderSettings
-from agentrl_trainer.names import check_name
+from agentrl.config.settings.run import NewRunSettings
+
+_Share = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+HeldOut = Annotated[_Share | str, Field(union_mode="left_to_right")]
 
 
 class DataSettings(Table):
@@ -19,7 +21,7 @@ class DataSettings(Table):
     """Run folder whose rollouts are the examples, as the exact tokens that were recorded."""
     where: str | None = None
     """With from_run: which rollouts, such as 'step > 10'."""
-    held_out: str | None = None
+    held_out: HeldOut | None = None
     """Held-out examples: as source, or the share of the examples to hold out, such as 0.1."""
 
 
@@ -38,7 +40,7 @@ class SftDataSettings(DataSettings):
     """Store of `agentrl serve`, such as runs/serve.db, whose calls are the examples."""
     train_on: Literal["all", "last", "tagged"] = "all"
     """Which answers of a chat train: all, the last, or tagged: those with a weight (OpenAI's
-    `weight`, 0 or more, or `train`: true). Weights count with all and last too."""
+    `weight`, 0 or more). Weights count with all and last too."""
 
 
 class PreferenceDataSettings(DataSettings):
@@ -60,8 +62,8 @@ class PreferenceSettings(Table):
     from. orpo and simpo need none."""
     beta: Positive | None = None
     """Strength of the loss; by default 0.1, of simpo 2."""
-    gamma: NonNegative | None = None
-    """The margin that simpo asks for; by default 1."""
+    gamma: NonNegative = 1.0
+    """The margin that simpo asks for."""
 
 
 class RewardModelSettings(Table):
@@ -90,9 +92,7 @@ class OfflineEvaluationSettings(Table):
     """Stop once so many measures in a row were no better than the best before them."""
 
 
-class OfflineRunSettings(RunFolderSettings):
-    name: Annotated[str, AfterValidator(check_name)] | None = None
-    """Name of the run and its folder."""
+class OfflineRunSettings(NewRunSettings):
     checkpoint_every: Count = 10
     """Steps between checkpoints, from which --resume goes on; after the last step too."""
     keep_checkpoints: Count = 2

@@ -26,9 +26,12 @@ class RunFolderSettings(Table):
     """Seed of everything random."""
 
 
-class TrainRunSettings(RunFolderSettings):
+class NewRunSettings(RunFolderSettings):
     name: Annotated[str, AfterValidator(check_name)] | None = None
     """Name of the run and its folder."""
+
+
+class TrainRunSettings(NewRunSettings):
     steps: Count | None = None
     """Optimizer steps; by default one pass over the tasks."""
     backend: Literal["local", "tinker"] = "local"

@@ -14,6 +14,7 @@ from agentrl.capacity import available_cores, trainer_threads
 from agentrl.config.commands import TrainConfig
 from agentrl.config.settings.learning import LearningSettings
 from agentrl.config.settings.models import ModelSettings
+from agentrl.runs.folder import RunFolder
 from agentrl.training.session import RunError
 from agentrl.training.setup.algorithm import REFERENCE, value_params
 from agentrl.training.setup.initial_adapters import create_adapters
@@ -58,21 +59,11 @@ def create_clients(
     torch.set_num_threads(1)  # until the model's size is known
     if config.run.backend == "tinker":
         return _on_tinker(config, folder)
-    return _on_this_machine(config, folder, note)
-
-
-def _on_this_machine(
-    config: TrainConfig, folder: Path, note: Callable[[str], None]
-) -> TrainingClients:
-    backend = local_clients(
+    return local_clients(
         config.model, config.learning, folder, note, names=list(config.trained),
         seed=config.run.seed, value=value_params(config), reference=config.algorithm.kl.reference,
         alone=not config.rollouts.max_staleness,
     )  # fmt: skip
-    client = next(iter(backend.clients.values()))
-    if why := client.local(lambda learner: learner.why_not_shared).result():
-        note(f"shared prefixes are computed again for each row: {why}")
-    return backend
 
 
 def local_clients(
@@ -103,12 +94,14 @@ def local_clients(
         token_budget=learning.micro_batch_tokens,
         gradient_checkpointing=learning.gradient_checkpointing, value=value, score=score,
     )  # fmt: skip
-    clients = create_adapters(service, model.name, learning, names, seed, folder)
+    clients = create_adapters(service, model.name, learning, names, seed, RunFolder(folder))
     client = next(iter(clients.values()))
     base = client.local(lambda learner: learner.base).result()
     for name, of in clients.items():
         if said := of.local(lambda learner, name=name: learner.what_is_trained(name)).result():
             note(f"{name}: {said}")
+    if why := client.local(lambda learner: learner.why_not_shared).result():
+        note(f"shared prefixes are computed again for each row: {why}")
     if reference is not None:
         client.local(lambda learner: learner.add_reference(REFERENCE, reference)).result()
 
@@ -131,8 +124,7 @@ def _on_tinker(config: TrainConfig, folder: Path) -> TrainingClients:
 
     model = config.model.name
     source = config.tinker.tokenizer or model
-    how = {"trust_remote_code", "chat_template"}
-    facts = load_facts(source, **config.model.model_dump(include=how))
+    facts = load_facts(source, **config.model.of_tokenizer)
     rate = config.learning.learning_rate
     if rate is None:
         parameters = count_parameters(source, config.learning.rank) or parameters_in_name(model)
@@ -146,18 +138,10 @@ def _on_tinker(config: TrainConfig, folder: Path) -> TrainingClients:
     try:
         service = ServiceClient(backend="tinker", base_url=config.tinker.base_url, folder=folder)
         served = {one.model_name: one for one in service.get_server_capabilities().supported_models}
-        clients = _adapters(service, config)
+        names, seed = list(config.trained), config.run.seed
+        clients = create_adapters(service, model, config.learning, names, seed, RunFolder(folder))
     except (ValueError, *failures) as error:
         raise RunError(f"run.backend: Tinker refuses to train {model}: {error}") from error
     limit = served[model].max_context_length if model in served else None
     context_length = min(facts.context_length, limit or facts.context_length)
     return TrainingClients(service, clients, context_length, facts.tokenizer, rate, failures)
-
-
-def _adapters(service: ServiceClient, config: TrainConfig) -> dict[str, TrainingClient]:
-    """Make a client for each adapter, with seeds of their own."""
-    create, rank, seed = service.create_lora_training_client, config.learning.rank, config.run.seed
-    return {
-        name: create(config.model.name, rank, seed + index, name=name)
-        for index, name in enumerate(config.trained)
-    }
