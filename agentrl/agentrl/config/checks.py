@@ -28,6 +28,7 @@ _LOCAL_ONLY = {
     "sampler.temperature": "Tinker's log-probs are those at temperature 1",
     "learning.micro_batch_tokens": "Tinker packs its own batches",
     "learning.gradient_checkpointing": "Tinker manages its own memory",
+    "learning.trainers": "Tinker trains on machines of its own",
     "learning.alpha": "Tinker's alpha is 32",
     "learning.init_adapter": "Tinker starts from states that it keeps itself",
     "algorithm.kl.reference": "over Tinker the reference is the base model",

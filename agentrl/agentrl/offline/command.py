@@ -22,6 +22,7 @@ from agentrl.runs.circumstances import note_failure, note_start
 from agentrl.runs.folder import RunFolder
 from agentrl.runs.recorded import how_to_continue, register
 from agentrl.training.resume import refusal, return_to_start, tell_changes
+from agentrl.training.session import RunError
 from agentrl.training.setup.clients import local_clients
 from agentrl.training.setup.initial_adapters import initial_adapter, new_run
 from agentrl_tracer.schemas import Policies
@@ -29,8 +30,8 @@ from agentrl_tracer.store import Store
 from agentrl_trainer.models.loading import load_facts
 
 _MAY_CHANGE = (
-    "data.", "evaluation.", "learning.epochs", "model.cores", "run.checkpoint_every",
-    "run.keep_checkpoints",
+    "data.", "evaluation.", "learning.epochs", "learning.trainers", "model.cores",
+    "run.checkpoint_every", "run.keep_checkpoints",
 )  # fmt: skip
 """Beginnings of settings that a resumed run may change. The rest decides what its steps compute;
 of ``data`` the examples are compared."""
@@ -61,7 +62,10 @@ def run_offline(config: OfflineConfig, resume: Path | None) -> OfflineSummary:
             run = OfflineRun(config, examples, held_out, folder, store, run_id, backend, display)
             check_warmup(config.learning.warmup_steps, run.steps)
             note_start(folder, run.steps)
-            summary = train_offline(run)
+            try:
+                summary = train_offline(run)
+            except backend.failures as error:
+                raise RunError(f"{error}\nContinue with --resume {folder.root}") from error
         except KeyboardInterrupt:
             store.end_run(run_id, "interrupted")
             raise

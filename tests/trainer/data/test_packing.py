@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl_trainer.data.packing import count_tokens, pack
+from agentrl_trainer.data.packing import count_tokens, pack, split_rows
 from agentrl_trainer.data.training_row import TrainingRow
 
 
@@ -107,6 +107,19 @@ def test_rows_that_train_nothing_are_left_out() -> None:
     assert pack([datum(5, []), datum(0, [])], token_budget=100) == []
     (batch,) = pack([datum(5, []), datum(4, [3])], token_budget=100)
     assert batch.indices == [1]
+
+
+@pytest.mark.parametrize("parts", [1, 2, 5])
+def test_rows_are_split_by_unique_tokens(parts: int) -> None:
+    group = [datum(60, [50, 59]) for _ in range(4)]  # copies: one of them has tokens of its own
+    others = [datum(60, [59], base=100 * number) for number in range(1, 5)]
+    silent = datum(60, [])
+    rows = [*group, silent, *others]
+    split = split_rows(rows, parts)
+    assert sorted(index for part in split for index in part) == list(range(len(rows)))
+    assert rows.index(silent) in split[0]
+    sizes = [count_tokens([rows[index] for index in part]).unique for part in split]
+    assert max(sizes) <= min(sizes) + 60
 
 
 @pytest.mark.parametrize(

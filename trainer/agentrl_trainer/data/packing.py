@@ -146,7 +146,8 @@ def split_rows(source: Sequence[TrainingRow], parts: int) -> list[list[int]]:
     total, before = max(sum(sizes), 1), 0
     found: list[list[int]] = [[] for _ in range(parts)]
     for row, size in zip(rows, sizes, strict=True):
-        found[int((before + size / 2) / total * parts)].append(row.place)
+        middle = (before + size / 2) / total  # 1 of a copy of the last row
+        found[min(int(middle * parts), parts - 1)].append(row.place)
         before += size
     taken = {row.place for row in rows}
     found[0] += [index for index in range(len(source)) if index not in taken]

@@ -21,7 +21,7 @@ from agentrl_trainer.models.loading import load_base
 
 def follow(pipe: Connection) -> None:
     plan: FollowerPlan = pipe.recv()
-    torch.set_num_threads(1)
+    torch.set_num_threads(plan.threads)
     for name, arguments in plan.setup:
         resolve_name(name)(*arguments)
     options = dict(plan.model_options)

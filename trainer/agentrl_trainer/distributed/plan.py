@@ -31,6 +31,8 @@ class FollowerPlan:
     learner_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     structure: Sequence[Call] = ()
     """Calls that the learner has had since it was made."""
+    threads: int = 1
+    """Of torch, in each rank."""
     address: str = ""
     rank: int = 0
     size: int = 1

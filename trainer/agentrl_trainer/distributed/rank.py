@@ -129,12 +129,6 @@ class Rank:
         ):
             one.grad = part.view_as(one)
 
-    # ---- what every rank does alike
-
-    def set_threads(self, threads: int) -> None:
-        """Set torch's threads of this rank; ``threads`` is for all ranks together."""
-        torch.set_num_threads(max(threads // dist.get_world_size(), 1))
-
     def __getattr__(self, name: str) -> Any:
         return getattr(self.learner, name)
 

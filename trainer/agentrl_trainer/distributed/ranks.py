@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from agentrl_trainer.data.training_row import TrainingRow
@@ -36,7 +37,7 @@ COMPUTED = {
     "forward_backward", "optim_step",
 }  # fmt: skip
 """Calls that all ranks make together."""
-STRUCTURE = {"add_adapter", "remove_adapter", "add_reference", "set_threads"}
+STRUCTURE = {"add_adapter", "remove_adapter", "add_reference"}
 """Calls that each rank makes for itself, and that new followers repeat."""
 STATE = {"load_state_dict", "discard_gradients"}
 """Calls that each rank makes for itself; new followers get the state that they led to."""
@@ -133,7 +134,9 @@ class RankedLearner:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-        plan = replace(self._plan, structure=self._structure, address=address)
+        plan = replace(
+            self._plan, structure=self._structure, address=address, threads=torch.get_num_threads()
+        )
         self._followers = [_start(replace(plan, rank=rank)) for rank in range(1, plan.size)]
         for rank, follower in enumerate(self._followers, start=1):
             if (why := follower.why_ended(None)) is not None:

@@ -37,5 +37,8 @@ class LearningSettings(Table):
     micro_batch_tokens: Annotated[int, Field(ge=64)] | None = None
     """Tokens whose activations are held: those of a forward pass, and as many of longer shared
     prefixes as remain; lower saves memory. By default 16384 on CUDA, else 4096."""
+    trainers: Annotated[int, Field(ge=1, le=64)] = 1
+    """Processes that compute each update together. Each holds the whole base model, on CUDA on a
+    GPU of its own."""
     gradient_checkpointing: bool = False
     """Recompute layers in the backward pass to save memory."""

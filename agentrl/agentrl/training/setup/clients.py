@@ -19,10 +19,14 @@ from agentrl.training.session import RunError
 from agentrl.training.setup.algorithm import REFERENCE, value_params
 from agentrl.training.setup.initial_adapters import create_adapters
 from agentrl_trainer.client import ServiceClient, TrainingClient
+from agentrl_trainer.distributed.plan import SetupCall
+from agentrl_trainer.distributed.ranks import RankError
 from agentrl_trainer.learner.loss_options import ValueParams
 from agentrl_trainer.learner.optimizers import default_learning_rate
 from agentrl_trainer.models.loading import load_facts
 from agentrl_trainer.models.lora import count_parameters, parameters_in_name
+
+_ADD_LOSS = "agentrl.training.setup.own_functions:add_own_loss"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,7 @@ def create_clients(
     return local_clients(
         config.model, config.learning, folder, note, names=list(config.trained),
         seed=config.run.seed, value=value_params(config), reference=config.algorithm.kl.reference,
-        alone=not config.rollouts.max_staleness,
+        alone=not config.rollouts.max_staleness, setup=[(_ADD_LOSS, (config,))],
     )  # fmt: skip
 
 
@@ -78,8 +82,9 @@ def local_clients(
     reference: Path | None = None,
     alone: bool = True,
     score: bool = False,
+    setup: Sequence[SetupCall] = (),
 ) -> TrainingClients:
-    """Create fresh adapters over the base model in this process, with seeds of their own.
+    """Create fresh adapters over the base model on this machine, with seeds of their own.
 
     Args:
         names: of the adapters.
@@ -87,16 +92,24 @@ def local_clients(
         reference: the adapter that is the reference of the KL.
         alone: no sampler computes at the same time.
         score: the adapters are reward models.
+        setup: what other trainers than the first call when they start.
+
+    Raises:
+        RunError: there are fewer GPUs than trainers.
     """
     service = ServiceClient(
         folder=folder, device=model.device, dtype=model.dtype, load_in_4bit=model.load_in_4bit,
         trust_remote_code=model.trust_remote_code, chat_template=model.chat_template,
         token_budget=learning.micro_batch_tokens,
         gradient_checkpointing=learning.gradient_checkpointing, value=value, score=score,
+        trainers=learning.trainers, trainer_setup=setup,
     )  # fmt: skip
     clients = create_adapters(service, model.name, learning, names, seed, RunFolder(folder))
     client = next(iter(clients.values()))
     base = client.local(lambda learner: learner.base).result()
+    gpus = torch.cuda.device_count()
+    if base.device.type != "cpu" and learning.trainers > max(gpus, 1):
+        raise RunError(f"learning.trainers: {learning.trainers} need a GPU each; here are {gpus}")
     for name, of in clients.items():
         if said := of.local(lambda learner, name=name: learner.what_is_trained(name)).result():
             note(f"{name}: {said}")
@@ -114,9 +127,11 @@ def local_clients(
     )
     threads = trainer_threads(model.cores or available_cores(), parameters, alone=alone)
     # On the thread that computes: another one's number stays as it was.
+    threads = max(threads // learning.trainers, 1)
     client.local(lambda _: torch.set_num_threads(threads)).result()
     rate = learning.learning_rate or default_learning_rate(parameters, learning.alpha)
-    return TrainingClients(service, clients, base.context_length, base.tokenizer, rate)
+    known = service, clients, base.context_length, base.tokenizer, rate
+    return TrainingClients(*known, failures=(RankError,))
 
 
 def _on_tinker(config: TrainConfig, folder: Path) -> TrainingClients:

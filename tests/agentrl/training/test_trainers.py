@@ -1,0 +1,44 @@
+"""``--trainers 2``: a run with its own loss, the death of a rank, and what goes on after it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from training_run import Run, wait_for
+
+LOSS = """
+def loss(tokens):
+    return -tokens.advantages * tokens.log_ratio.exp()
+"""
+
+
+def followers(run: Run) -> list[int]:
+    found = list[int]()
+    for process in Path("/proc").glob("[0-9]*"):
+        mark = f"TEST_RUN={run.folder.root}\0".encode()
+        if mark in (process / "environ").read_bytes():
+            found += [int(process.name)] * (
+                "distributed.follower" in (process / "cmdline").read_text()
+            )
+    return found
+
+
+def test_a_run_ends_with_its_rank_and_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(LOSS)
+    run = Run(tmp_path, "mixed", trainers=2, steps=5, loss=f"{tmp_path / 'own.py'}:loss")
+    process = run.start()
+    wait_for(run.steps, process, 120)
+    [follower] = followers(run)
+    os.kill(follower, signal.SIGKILL)
+    run.finish(process, code=1)
+    assert "rank 1 of 2 ended: it was killed by signal 9" in run.output
+    assert f"continue with --resume {run.folder.root}" in run.output
+    assert "Traceback" not in run.output
+    assert run.processes() == []
+    run.finish()
+    assert [row["step"] for row in run.steps()] == [1, 2, 3, 4, 5]
+    assert all(row["tokens/trained"] > 0 for row in run.steps())
+    assert run.accounting().adds_up
+    assert run.processes() == []
