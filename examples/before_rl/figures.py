@@ -131,7 +131,7 @@ def evaluate(
         paths = [word for path in adapters.values() for word in ("--adapter-path", str(path))]
         execute(given, runs.name, [*command, *paths])
         found = compared(runs)
-    rates = (one["accuracy"]["rate"] for one in found)
+    rates = (one["accuracy"][0] for one in found)
     return dict(zip(adapters, rates, strict=True))
 
 

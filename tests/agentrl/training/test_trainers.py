@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -15,13 +16,13 @@ def loss(tokens):
 
 
 def followers(run: Run) -> list[int]:
-    found = list[int]()
+    found, mark = list[int](), f"TEST_RUN={run.folder.root}\0".encode()
     for process in Path("/proc").glob("[0-9]*"):
-        mark = f"TEST_RUN={run.folder.root}\0".encode()
-        if mark in (process / "environ").read_bytes():
-            found += [int(process.name)] * (
-                "distributed.follower" in (process / "cmdline").read_text()
-            )
+        with contextlib.suppress(OSError):
+            if mark in (process / "environ").read_bytes():
+                found += [int(process.name)] * (
+                    "distributed.follower" in (process / "cmdline").read_text()
+                )
     return found
 
 
