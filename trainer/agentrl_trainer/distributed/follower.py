@@ -24,9 +24,8 @@ def follow(pipe: Connection) -> None:
     torch.set_num_threads(plan.threads)
     for name, arguments in plan.setup:
         resolve_name(name)(*arguments)
-    options = dict(plan.model_options)
-    if options["device"].startswith("cuda"):
-        options["device"] = f"cuda:{plan.rank}"
+    device = f"cuda:{plan.rank}" if plan.device == "cuda" else plan.device
+    options = {**plan.model_options, "device": device}
     rank = Rank(Learner(load_base(plan.model, **options), **plan.learner_options))
     for name, arguments, named in plan.structure:
         getattr(rank, name)(*arguments, **named)

@@ -31,6 +31,8 @@ class FollowerPlan:
     learner_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     structure: Sequence[Call] = ()
     """Calls that the learner has had since it was made."""
+    device: str = "cpu"
+    """The type; on CUDA each rank has the GPU of its number."""
     threads: int = 1
     """Of torch, in each rank."""
     address: str = ""
@@ -39,8 +41,7 @@ class FollowerPlan:
 
     def join(self) -> None:
         """Join the process group, which waits for all ranks."""
-        on_gpu = self.model_options["device"].startswith("cuda")
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if on_gpu else "gloo", init_method=self.address,
+            "cpu:gloo,cuda:nccl" if self.device == "cuda" else "gloo", init_method=self.address,
             rank=self.rank, world_size=self.size, timeout=_SLOWEST,
         )  # fmt: skip

@@ -135,8 +135,9 @@ class RankedLearner:
             free.bind(("127.0.0.1", 0))
             address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
         plan = replace(
-            self._plan, structure=self._structure, address=address, threads=torch.get_num_threads()
-        )
+            self._plan, structure=self._structure, address=address,
+            device=self._rank.learner.base.device.type, threads=torch.get_num_threads(),
+        )  # fmt: skip
         self._followers = [_start(replace(plan, rank=rank)) for rank in range(1, plan.size)]
         for rank, follower in enumerate(self._followers, start=1):
             if (why := follower.why_ended(None)) is not None:
