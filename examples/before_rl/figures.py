@@ -41,14 +41,14 @@ RECIPES = {
         collect=f"--steps 6 --batch-size 16 --group-size 8 {COMMON}",
         sft="--epochs 4 --batch-size 8",
         prefer="--epochs 4 --batch-size 8",
-        taste="--epochs 6 --batch-size 8",
+        taste="--epochs 2 --batch-size 16",
         rl=f"--steps 12 --batch-size 8 --group-size 8 {COMMON}",
     ),
     "real": Recipe(
         collect=f"--steps 2 --batch-size 48 --group-size 8 --runners 32 {COMMON}",
         sft="--epochs 2 --batch-size 16",
         prefer="--epochs 2 --batch-size 8",
-        taste="--epochs 3 --batch-size 8",
+        taste="--epochs 2 --batch-size 16 --learning-rate 5e-4",
         rl=f"--steps 8 --batch-size 8 --group-size 8 --runners 32 {COMMON}",
     ),
 }
@@ -97,9 +97,10 @@ def measure(given: argparse.Namespace, recipe: Recipe, seed: int) -> dict[str, f
     collect = stage("collect", f"train {true} --tasks {tasks} {recipe.collect}")
     good = stage("sft", f"sft --from-run {collect} --where reward>=1 --best-of 2 {recipe.sft}")
     preferred = stage("prefer", f"prefer --from-run {collect} --held-out 0.25 {recipe.prefer}")
-    model = stage("taste", f"reward-model --from-run {collect} --held-out 0.25 {recipe.taste}")
     kl = "--algorithm.kl.coef 0.01"
     by_truth = stage("true", f"train {true} --tasks {tasks} {kl} {recipe.rl}")
+    scores = f"--from-run {by_truth} --loss regression --held-out 0.25"
+    model = stage("taste", f"reward-model {scores} {recipe.taste}")
     judging = f"train {judged} --tasks {tasks} {by_taste} {kl} {recipe.rl}"
     by_model = stage("judged", judging, TASTE=str(model))
     adapters = {
@@ -116,7 +117,7 @@ def measure(given: argparse.Namespace, recipe: Recipe, seed: int) -> dict[str, f
         "DPO: held-out pairs told apart": last(preferred, "eval/rewards/accuracies"),
         "reward model: held-out pairs told apart": last(model, "eval/rewards/accuracies"),
         "GRPO on the true reward": most,
-        "GRPO on the reward model alone": evaluated["judged"],
+        "GRPO from the base on the reward model alone": evaluated["judged"],
         "(reward model - base) / (true - base)": (evaluated["judged"] - base) / (most - base),
     }
 

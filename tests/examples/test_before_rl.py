@@ -14,7 +14,7 @@ STAGES = (
     "SFT on its good rollouts, fresh adapter",
     "DPO on its pairs, fresh adapter",
     "GRPO on the true reward",
-    "GRPO on the reward model alone",
+    "GRPO from the base on the reward model alone",
 )
 
 

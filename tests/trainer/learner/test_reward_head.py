@@ -156,6 +156,9 @@ def test_a_regression_explains_the_variance() -> None:
     function = regression_loss(targets.tolist())
     loss, found = function([], list(targets))
     assert (loss.item(), found["rewards/explained"]) == (0.0, 1.0)
+    assert found["rewards/accuracies"] == 1.0
+    _, found = function([], list(torch.tensor([0.0, 3.0, 2.0])))
+    assert found["rewards/accuracies"] == pytest.approx(2 / 3)
     loss, found = function([], list(torch.full((3,), 3.0)))
     assert (loss.item(), found["rewards/explained"]) == pytest.approx((14 / 3, 0.0))
     assert found["rewards/error"] == pytest.approx((14 / 3) ** 0.5)

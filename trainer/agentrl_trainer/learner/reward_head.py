@@ -54,7 +54,8 @@ def regression_loss(targets: Sequence[float]) -> CustomLoss[TrainingRow]:
     """Make the mean squared error of ``score_row``s for ``forward_backward_custom``.
 
     ``rewards/explained`` is the share of the targets' variance that the scores explain (R squared;
-    0 where the targets have none), ``rewards/error`` the root of the loss.
+    0 where the targets have none), ``rewards/error`` the root of the loss. ``rewards/accuracies``
+    is the share of pairs with different targets whose scores are in the same order.
     """
 
     def loss(_: object, scores: list[Tensor]) -> tuple[Tensor, Mapping[str, float]]:
@@ -63,6 +64,10 @@ def regression_loss(targets: Sequence[float]) -> CustomLoss[TrainingRow]:
         error = (found - wanted).square().mean()
         spread = (wanted - wanted.mean()).square().mean().item()
         explained = 1 - error.item() / spread if spread else 0.0
-        return error, {"rewards/explained": explained, "rewards/error": error.item() ** 0.5}
+        metrics = {"rewards/explained": explained, "rewards/error": error.item() ** 0.5}
+        if bool((better := wanted[:, None] > wanted).any()):
+            in_order = (found[:, None] > found)[better]
+            metrics["rewards/accuracies"] = in_order.float().mean().item()
+        return error, metrics
 
     return loss
