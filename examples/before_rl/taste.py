@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from agentrl.rewards import Trace, group_reward
-from agentrl.scoring.reward_model import RewardModel, load_reward_model
+from agentrl.scoring.reward_model import RewardModel
 
 sys.path.append(str(Path(__file__).parent))
 from player import plays_along
@@ -18,7 +18,7 @@ from player import plays_along
 
 @cache
 def model() -> RewardModel:
-    return load_reward_model(os.environ["TASTE"])
+    return RewardModel(os.environ["TASTE"])
 
 
 @group_reward

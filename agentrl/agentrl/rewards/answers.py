@@ -7,7 +7,7 @@ import math
 import re
 from typing import Any
 
-from agentrl.rewards.composition import RewardOfTrace, expected_of, field_of, makes_reward
+from agentrl.rewards.composition import RewardOfTrace, expected_of, field_of
 from agentrl.scoring.trace import Trace
 
 _NUMBER = re.compile(
@@ -16,7 +16,6 @@ _NUMBER = re.compile(
 _FENCED = re.compile(r"```[ \t]*([\w+-]*)[^\n]*\n(.*?)\n?[ \t]*```", re.DOTALL)
 
 
-@makes_reward
 def exact(
     field: str = "answer", *, pattern: str | None = None, ignore_case: bool = False
 ) -> RewardOfTrace:
@@ -47,7 +46,6 @@ def exact(
     return score
 
 
-@makes_reward
 def numeric(field: str = "answer", *, tolerance: float = 1e-6) -> RewardOfTrace:
     """Reward 1 if the last number of the answer is that of the task's ``field``; else 0.
 
@@ -78,7 +76,6 @@ def last_number(text: str) -> float | None:
     return float(found[-1].replace(",", "")) if found else None
 
 
-@makes_reward
 def json_schema(schema: dict[str, Any] | None = None, *, field: str = "schema") -> RewardOfTrace:
     """Reward 1 if the answer is JSON that a JSON schema accepts; else 0.
 
@@ -117,7 +114,6 @@ def last_block(text: str, *languages: str) -> str | None:
     return found[-1] if found else None
 
 
-@makes_reward
 def regex(pattern: str | None = None, *, field: str = "pattern") -> RewardOfTrace:
     """Reward 1 if a regular expression is found in the answer; else 0. A dot fits line ends, too.
 
@@ -133,7 +129,6 @@ def regex(pattern: str | None = None, *, field: str = "pattern") -> RewardOfTrac
     return score
 
 
-@makes_reward
 def format_tags(*tags: str) -> RewardOfTrace:
     """Reward 1 if the answer is these tags, once each, filled, in this order; else 0.
 
@@ -160,7 +155,6 @@ def _with_reasoning(trace: Trace) -> str:
     return f"<think>{thought}</think>{trace.answer}" if thought else trace.answer
 
 
-@makes_reward
 def length(limit: int = 512, buffer: int = 0) -> RewardOfTrace:
     """Punish long answers: 0 up to ``limit - buffer`` sampled tokens, -1 beyond ``limit``, and
     linear in between, as DAPO does (arXiv:2503.14476, equation 13).

@@ -7,13 +7,12 @@ import subprocess
 import sys
 
 from agentrl.rewards.answers import last_block
-from agentrl.rewards.composition import RewardOfTrace, field_of, makes_reward
+from agentrl.rewards.composition import RewardOfTrace, field_of
 from agentrl.scoring.trace import Trace
 
 _PROGRAM = "agentrl.runner.coding_tasks.snippets"
 
 
-@makes_reward
 def code_tests(
     field: str = "tests", *, seconds: float = 10.0, memory_mb: float = 1024.0,
     sandboxed: bool = True,

@@ -1,22 +1,15 @@
-"""What makes rewards: the mark of a factory, the fields of a task, and sums with weights."""
+"""What makes rewards: the fields of a task, and sums with weights."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, ParamSpec
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from agentrl.scoring.functions import Scores
 from agentrl.scoring.trace import Trace
 
-RewardOfTrace = Callable[[Trace], Scores | Awaitable[Scores]]
-P = ParamSpec("P")
-
-
-def makes_reward(factory: Callable[P, RewardOfTrace]) -> Callable[P, RewardOfTrace]:
-    """Mark a factory, so that ``--rewards`` may name it and gets a reward with its defaults."""
-    setattr(factory, "makes_reward", True)  # noqa: B010 - a function has no such attribute
-    return factory
+RewardOfTrace = Callable[[Trace], Scores]
 
 
 def field_of(trace: Trace, field: str) -> Any:
@@ -47,29 +40,23 @@ def weighted(**parts: tuple[float, RewardOfTrace]) -> RewardOfTrace:
     gives several is named ``part.name``. A part that gives none is left out.
 
     Raises:
-        ValueError: a part compares groups; it is to be an entry of ``rewards`` itself.
+        ValueError: a part compares groups or is async; it is to be an entry of ``rewards`` itself.
     """
     for name, (_, reward) in parts.items():
-        if getattr(reward, "compares_group", False):
+        if getattr(reward, "compares_group", False) or inspect.iscoroutinefunction(reward):
             raise ValueError(
-                f"weighted: {name} compares groups, as judges do; give it to --rewards by itself"
+                f"weighted: {name} compares groups, as judges do, or is async; give it to "
+                "--rewards by itself"
             )
 
-    def total(results: Mapping[str, Any]) -> Scores:
+    def score(trace: Trace) -> Scores:
         scores: dict[str, float] = {}
-        for name, result in results.items():
-            weight = parts[name][0]
+        for name, (weight, reward) in parts.items():
+            result = reward(trace)
             if isinstance(result, Mapping):
                 scores |= {f"{name}.{key}": weight * float(x) for key, x in result.items()}
             elif result is not None:
                 scores[name] = weight * float(result)
         return scores or None
-
-    async def awaited(results: Mapping[str, Any]) -> Scores:
-        return total({k: await x if inspect.isawaitable(x) else x for k, x in results.items()})
-
-    def score(trace: Trace) -> Scores | Awaitable[Scores]:
-        results = {name: reward(trace) for name, (_, reward) in parts.items()}
-        return (awaited if any(map(inspect.isawaitable, results.values())) else total)(results)
 
     return score

@@ -1,9 +1,9 @@
-"""Reward functions: how they are named, loaded and called.
+"""Functions that settings name, and those of rewards: how they are loaded and called.
 
 An entry of ``rewards`` is ``module:function``, ``file.py:function`` or ``model:RUN``. It names a
 function of a ``Trace``, a function of a group's traces (``@group_reward``), an object of either
-kind that can be called, or what makes such an object with its defaults: a class, or a factory of
-``agentrl.rewards``. Each may be async.
+kind that can be called, or what makes such an object with its defaults: a class, or
+``agentrl.rewards:NAME``. Each may be async.
 """
 
 from __future__ import annotations
@@ -58,6 +58,13 @@ class ScoringContext:
     """The gateway's."""
     own_models: Sequence[str] = ()
     """Names that the run's own sampler answers to: of the base model and the adapters."""
+    _noted: set[str] = field(default_factory=set[str])
+
+    def note_once(self, kind: str, text: str) -> None:
+        """Show the user what happens again and again only the first time."""
+        if kind not in self._noted:
+            self._noted.add(kind)
+            self.note(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +86,30 @@ class RewardFunction:
         return f"{SCORED}{self.name}:"
 
 
+def load_function(spec: str, setting: str) -> Callable[..., Any]:
+    """Import the function that a setting names: ``module:function`` or ``file.py:function``.
+
+    Raises:
+        ConfigError: there is no such function, or its module cannot be imported.
+    """
+    try:
+        parsed = parse_agent(spec)
+        if parsed.kind == "command":
+            raise AgentSpecError(spec, "it is a command")
+        validate_agent(spec)
+        function = load_target(spec, parsed)
+    except AgentSpecError as error:
+        raise ConfigError(
+            f"{setting}: got {spec!r}: {error.problem}; give module:function or file.py:function"
+        ) from error
+    except Exception as error:  # of the user's module
+        said = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{setting}: {spec!r} cannot be imported: {said}") from error
+    if not callable(function):
+        raise ConfigError(f"{setting}: {spec!r} is no function but {function!r:.80}")
+    return function
+
+
 def load_functions(entries: Sequence[str]) -> list[RewardFunction]:
     """Load what the setting ``rewards`` names.
 
@@ -97,27 +128,16 @@ def load_functions(entries: Sequence[str]) -> list[RewardFunction]:
 
 
 def _load(entry: str) -> RewardFunction:
-    kind, _, name = entry.partition(":")
+    kind, _, name = entry.rpartition(":")
     if kind == "model":
         from agentrl.scoring.reward_model import RewardModel
 
         return RewardFunction(Path(name).name, RewardModel(name))
-    try:
-        parsed = parse_agent(entry)
-        if parsed.kind == "command":
-            raise AgentSpecError(entry, "it is a command")
-        validate_agent(entry)
-        target = load_target(entry, parsed)
-        if inspect.isclass(target) or getattr(target, "makes_reward", False):
+    target = load_function(entry, "rewards")
+    if inspect.isclass(target) or kind == "agentrl.rewards":
+        try:
             target = target()
-        if not callable(target):
-            raise AgentSpecError(entry, f"it is a {type(target).__name__}, which cannot be called")
-    except AgentSpecError as error:
-        raise ConfigError(
-            f"rewards: got {entry!r}: {error.problem}; give module:function, "
-            "path/to/file.py:function, or model:RUN"
-        ) from error
-    except Exception as error:  # of the user's module
-        said = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"rewards: {entry!r} cannot be imported: {said}") from error
-    return RewardFunction(parsed.attribute.rpartition(".")[2], target)
+        except Exception as error:  # of the user's class
+            said = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"rewards: {entry!r} cannot be made: {said}") from error
+    return RewardFunction(name.rpartition(".")[2], target)

@@ -17,7 +17,7 @@ from agentrl.config.field_types import names_function
 from agentrl.config.settings.curriculum import CurriculumSettings
 from agentrl.history.index import task_index
 from agentrl.runs.summary import Ending
-from agentrl.training.setup.own_functions import load_function
+from agentrl.scoring.functions import load_function
 from agentrl_tracer.schemas import Json, Rollout
 from agentrl_trainer.own_function import FunctionError, said_by
 
