@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -216,14 +217,14 @@ def _when(form: str, at: float) -> str:
 
 def show_rescored(to: Console, done: Rescored, *, alone: bool) -> None:
     """Show what a re-score did to the rewards of a run."""
-    counts = {name: len(given) for name, given in done.rewards.items()}
-    rows = [
-        {"reward": name, "rollouts": counts[name], "mean": sum(given) / counts[name]}
-        for name, given in sorted(done.rewards.items())
-    ]
+    given: dict[str, list[float]] = {}
+    for one in sorted(done.rewards, key=lambda one: one.name):
+        given.setdefault(one.name, []).append(one.value)
+    rows = [{"reward": k, "rollouts": len(x), "mean": fmean(x)} for k, x in given.items()]
     print_rows(to, rows, "reward rollouts:, mean:+.3f")
-    said = f"{done.scored:,} of {done.rollouts:,} rollouts were scored"
-    if left := done.rollouts - done.scored:
+    scored = len({one.rollout_id for one in done.rewards})
+    said = f"{scored:,} of {done.rollouts:,} rollouts were scored"
+    if left := done.rollouts - scored:
         said += f"; {left:,} failed, have a policy's reward or got none, and stay as they are"
     print_sentences(said, to=to)
     means = ["none" if x is None else f"{x:+.3f}" for x in (done.before, done.after)]

@@ -1,19 +1,47 @@
-"""Rewards that read the answer alone: equality, numbers, JSON, patterns, tags and length."""
+"""Rewards that read the answer: equality, numbers, JSON, patterns, tags, length, tests of its code;
+and sums of rewards with weights."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from agentrl.rewards.composition import RewardOfTrace, expected_of, field_of
+from agentrl.scoring.functions import Scores
 from agentrl.scoring.trace import Trace
 
+RewardOfTrace = Callable[[Trace], Scores]
+_SNIPPETS = "agentrl.runner.coding_tasks.snippets"
 _NUMBER = re.compile(
     r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d))(?:[eE][-+]?\d+)?(?!\d)"
 )
 _FENCED = re.compile(r"```[ \t]*([\w+-]*)[^\n]*\n(.*?)\n?[ \t]*```", re.DOTALL)
+
+
+def field_of(trace: Trace, field: str) -> Any:
+    """Return a field of the rollout's task; dots lead into objects.
+
+    Raises:
+        ValueError: the task has no such field, or it is null.
+    """
+    found: Any = trace.task
+    for key in field.split("."):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    if found is None:
+        known = ", ".join(map(str, trace.task)) or "none"
+        raise ValueError(f"the task has no field {field!r} (there: {known})")
+    return found
+
+
+def expected_of(trace: Trace, field: str) -> list[Any]:
+    """Return the right answers of a task: a list means any of its items."""
+    found = field_of(trace, field)
+    return found if isinstance(found, list) else [found]
 
 
 def exact(
@@ -90,17 +118,18 @@ def json_schema(schema: dict[str, Any] | None = None, *, field: str = "schema") 
     from jsonschema import ValidationError
     from jsonschema.validators import validator_for
 
-    if schema is not None:
-        validator_for(schema).check_schema(schema)
+    def validator(schema: Any) -> Any:
+        kind = validator_for(schema)
+        kind.check_schema(schema)
+        return kind(schema)
+
+    known = None if schema is None else validator(schema)
 
     def score(trace: Trace) -> float:
-        wanted = field_of(trace, field) if schema is None else schema
-        validator = validator_for(wanted)
-        if schema is None:
-            validator.check_schema(wanted)
+        wanted = known or validator(field_of(trace, field))
         text = last_block(trace.answer, "json") or trace.answer
         try:
-            validator(wanted).validate(json.loads(text))
+            wanted.validate(json.loads(text))
         except (ValueError, RecursionError, ValidationError):
             return 0.0
         return 1.0
@@ -167,5 +196,71 @@ def length(limit: int = 512, buffer: int = 0) -> RewardOfTrace:
         if tokens <= limit - buffer:
             return 0.0
         return -1.0 if tokens > limit else (limit - buffer - tokens) / buffer
+
+    return score
+
+
+def code_tests(
+    field: str = "tests", *, seconds: float = 10.0, memory_mb: float = 1024.0,
+    sandboxed: bool = True,
+) -> RewardOfTrace:  # fmt: skip
+    """Reward the share of tests that the answer's last Python code block passes.
+
+    The task's ``field`` is a list of tests, or one. A test is Python code, such as an ``assert``,
+    that runs after the answer's, in one program. An answer without a code block gets 0.
+
+    Args:
+        seconds, memory_mb: limits of one test.
+        sandboxed: run in bubblewrap, without network and the user's files.
+    """
+    limits = {"seconds": seconds, "memory_mb": memory_mb, "sandboxed": sandboxed}
+
+    def score(trace: Trace) -> float:
+        tests, code = field_of(trace, field), last_block(trace.answer, "python", "py", "python3")
+        tests = [tests] if isinstance(tests, str) else tests
+        if not tests or not all(isinstance(test, str) for test in tests):
+            raise ValueError(f"the task's field {field!r} is no list of Python code")
+        if code is None:
+            return 0.0
+        job = json.dumps({"code": code, "tests": tests, **limits})
+        done = subprocess.run(
+            [sys.executable, "-m", _SNIPPETS],
+            input=job,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise RuntimeError((done.stderr.strip().splitlines() or ["the tests did not run"])[-1])
+        return json.loads(done.stdout) / len(tests)
+
+    return score
+
+
+def weighted(**parts: tuple[float, RewardOfTrace]) -> RewardOfTrace:
+    """Make a reward of several: ``weighted(correct=(1.0, exact()), short=(0.1, length(400)))``.
+
+    Each part becomes a reward of its name, multiplied by its weight; their sum counts. A part that
+    gives several is named ``part.name``. A part that gives none is left out.
+
+    Raises:
+        ValueError: a part compares groups or is async; it is to be an entry of ``rewards`` itself.
+    """
+    for name, (_, reward) in parts.items():
+        if getattr(reward, "compares_group", False) or inspect.iscoroutinefunction(reward):
+            raise ValueError(
+                f"weighted: {name} compares groups, as judges do, or is async; give it to "
+                "--rewards by itself"
+            )
+
+    def score(trace: Trace) -> Scores:
+        scores: dict[str, float] = {}
+        for name, (weight, reward) in parts.items():
+            result = reward(trace)
+            if isinstance(result, Mapping):
+                scores |= {f"{name}.{key}": weight * float(x) for key, x in result.items()}
+            elif result is not None:
+                scores[name] = weight * float(result)
+        return scores or None
 
     return score

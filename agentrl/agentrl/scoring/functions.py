@@ -9,6 +9,7 @@ kind that can be called, or what makes such an object with its defaults: a class
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -120,24 +121,21 @@ def load_functions(entries: Sequence[str]) -> list[RewardFunction]:
     loaded = [_load(entry) for entry in entries]
     names = [one.name for one in loaded]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise ConfigError(
-            f"rewards: two functions are named {twice[0]!r}, which is the name of their reward; "
-            "give one of them another"
-        )
+        raise ConfigError(f"rewards: two functions are named {twice[0]!r}, as their rewards are")
     return loaded
 
 
 def _load(entry: str) -> RewardFunction:
-    kind, _, name = entry.rpartition(":")
-    if kind == "model":
+    if entry.startswith("model:"):
         from agentrl.scoring.reward_model import RewardModel
 
-        return RewardFunction(Path(name).name, RewardModel(name))
-    target = load_function(entry, "rewards")
-    if inspect.isclass(target) or kind == "agentrl.rewards":
+        folder = Path(entry.removeprefix("model:"))
+        return RewardFunction(folder.name, RewardModel(folder))
+    target: Any = load_function(entry, "rewards")
+    if inspect.isclass(target) or entry.startswith("agentrl.rewards:"):
         try:
             target = target()
         except Exception as error:  # of the user's class
             said = f"{type(error).__name__}: {error}"
             raise ConfigError(f"rewards: {entry!r} cannot be made: {said}") from error
-    return RewardFunction(name.rpartition(".")[2], target)
+    return RewardFunction(re.split("[:.]", entry)[-1], target)

@@ -22,7 +22,7 @@ from agentrl_trainer.data.members import Member, members_of
 from agentrl_trainer.data.own_estimator import OwnEstimator, own_advantages
 from agentrl_trainer.data.skip_reasons import SkipRules
 from agentrl_trainer.data.trajectories import build_trajectories
-from agentrl_trainer.own_function import FunctionError, said_by
+from agentrl_trainer.own_function import said_by
 
 
 def is_importable(spec: str) -> bool:
@@ -33,32 +33,29 @@ def is_importable(spec: str) -> bool:
     return module.endswith(".py") or PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is not None
 
 
-def check_functions(config: TrainConfig) -> None:
-    """Load the loss and the estimator, and try them on made-up data.
+def add_own_loss(config: TrainConfig) -> None:
+    """Make ``algorithm.loss`` known to the learner, if it names a function.
 
     Raises:
-        ConfigError: names the setting, the function and what is wrong with it.
+        ConfigError: there is no such function.
+        FunctionError: it does not fit; says what is wrong with it.
     """
-    own_estimator(config)
-    add_own_loss(config)
-
-
-def add_own_loss(config: TrainConfig) -> None:
-    """Make ``algorithm.loss`` known to the learner, if it names a function."""
     spec = config.algorithm.loss
     if not names_function(spec):
         return
     function = load_function(spec, "algorithm.loss")
     from agentrl_trainer.learner.own_loss import add_loss  # which loads torch
 
-    try:
-        add_loss(spec, function)
-    except FunctionError as error:
-        raise ConfigError(f"algorithm.loss: {error}") from error
+    add_loss(spec, function)
 
 
 def own_estimator(config: TrainConfig) -> OwnEstimator | None:
-    """Return the function that ``algorithm.estimator`` names, as one of rewards and members."""
+    """Return the function that ``algorithm.estimator`` names, as one of rewards and members.
+
+    Raises:
+        ConfigError: there is no such function.
+        FunctionError: it does not fit; says what is wrong with it.
+    """
     spec = config.algorithm.estimator
     if not names_function(spec):
         return None
@@ -68,10 +65,7 @@ def own_estimator(config: TrainConfig) -> OwnEstimator | None:
         estimator: OwnEstimator = function
     except (TypeError, ValueError):  # it takes the rewards alone, or is a builtin
         estimator = wraps(function)(lambda rewards, _: function(rewards))
-    try:
-        own_advantages(_made_up_group(), estimator, min_group=2)
-    except FunctionError as error:
-        raise ConfigError(f"algorithm.estimator: {error}") from error
+    own_advantages(_made_up_group(), estimator, min_group=2)
     return estimator
 
 
@@ -79,18 +73,15 @@ def generated_tasks(spec: str, count: int, seed: int) -> list[Json]:
     """Return the first ``count`` tasks that a generator function yields for a seed.
 
     Raises:
-        ConfigError: it cannot be called with a seed, raises, or yields something else.
+        ConfigError: there is no such function, or it yields something else.
+        FunctionError: it cannot be called with a seed, or raises.
     """
     function = load_function(spec, "agent.tasks")
-    try:
-        with said_by(function):
-            tasks = list(islice(function(seed), count))
-    except FunctionError as error:
-        raise ConfigError(f"agent.tasks: {error}") from error
+    with said_by(function, "agent.tasks"):
+        tasks = list(islice(function(seed), count))
     for number, task in enumerate(tasks, start=1):
         if not isinstance(task, dict):
-            said = f'task {number} is {task!r:.80}; yield objects, like {{"n": 1}}'
-            raise ConfigError(f"agent.tasks: {spec}: {said}")
+            raise ConfigError(f"agent.tasks: {spec}: task {number} is {task!r:.80}, no object")
     if not tasks:
         raise ConfigError(f"agent.tasks: {spec} yields no tasks")
     return tasks
