@@ -52,13 +52,10 @@ class FixedModel:
 
 @contextlib.contextmanager
 def fixed_model(
-    config: CheckConfig | EvalConfig | RunConfig,
-    kind: str,
-    tasks: Sequence[Json],
-    asks_for: str | None = None,
-    rewards: Sequence[RewardFunction] = (),
+    config: CheckConfig | EvalConfig | RunConfig, kind: str, tasks: Sequence[Json],
+    asks_for: str | None = None, rewards: Sequence[RewardFunction] = (),
     source: str | Path | None = None,
-) -> Iterator[FixedModel]:
+) -> Iterator[FixedModel]:  # fmt: skip
     """Run gateway and runners with the model or the adapters that the settings name.
 
     The caller closes the session's store, which can be read afterwards.

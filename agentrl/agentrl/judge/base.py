@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import httpx
@@ -67,7 +67,6 @@ class Opinion:
 class Judge(ABC):
     """A reward function that compares the finished members of a group."""
 
-    kind: ClassVar[str]
     compares_group = True
     asks_models = True
     _context: ScoringContext
@@ -123,7 +122,7 @@ class ModelJudge(Judge):
     Args:
         model: a model of the ``[models]`` table, the base model's name, or an adapter of the run.
         instructions: what is good, in words.
-        name: of its notes and metrics; by default its kind and model.
+        name: of its notes and metrics; by default its class and model.
         explain: ask for a sentence of explanation before each score.
         max_calls, max_cost: what it may spend in the run, resumes included: requests, and dollars
             by LiteLLM's prices. What comes after has no reward. Up to 16 requests may be under way
@@ -135,7 +134,7 @@ class ModelJudge(Judge):
         self, model: str, instructions: str, *, name: str | None = None, explain: bool = True,
         max_calls: int | None = None, max_cost: float | None = None, **options: Any,
     ) -> None:  # fmt: skip
-        super().__init__(name or f"{self.kind}_{model}")
+        super().__init__(name or f"{type(self).__name__.lower()}_{model}")
         self._model, self._instructions, self._explain = model, instructions, explain
         self._max_calls, self._max_cost, self._options = max_calls, max_cost, options
 
@@ -163,8 +162,6 @@ class ModelJudge(Judge):
     async def opinions(self, traces: Sequence[Trace]) -> list[Opinion]:
         shown, places = _distinct(traces)
         judged = await self._judge(shown, traces[0].group_id) if shown else []
-        scores = [one.score for one in judged if one.score is not None]
-        self._count("ties", len(scores) - len(set(scores)))
         silent = Opinion(why="it asked no model")
         return [silent if place is None else judged[place] for place in places]
 
@@ -299,11 +296,9 @@ class ModelJudge(Judge):
 
 def _object_of(properties: Mapping[str, Any]) -> Json:
     return {
-        "type": "object",
-        "properties": dict(properties),
-        "required": list(properties),
+        "type": "object", "properties": dict(properties), "required": list(properties),
         "additionalProperties": False,
-    }
+    }  # fmt: skip
 
 
 def _distinct(members: Sequence[Trace]) -> tuple[list[Conversation], list[int | None]]:

@@ -30,8 +30,6 @@ class Relative(ModelJudge):
     conversations begin with is given once, and only the differences of the scores matter.
     """
 
-    kind = "relative"
-
     def __init__(self, model: str, rubric: str | None = None, **options: Any) -> None:
         """See ``ModelJudge`` for the options."""
         super().__init__(model, rubric or _STANDARDS, **options)
@@ -56,8 +54,6 @@ class Rubric(ModelJudge):
         criteria: the weight of each criterion's text.
         options: see ``ModelJudge``.
     """
-
-    kind = "rubric"
 
     def __init__(self, model: str, criteria: Mapping[str, float], **options: Any) -> None:
         self._criteria = dict(criteria)
@@ -97,8 +93,6 @@ class Pairwise(ModelJudge):
             in a shuffled ring and meet their neighbors.
         options: see ``ModelJudge``.
     """
-
-    kind = "pairwise"
 
     def __init__(
         self, model: str, rubric: str = "", *, opponents: int | None = None, **options: Any
@@ -156,8 +150,6 @@ class Panel(Judge):
     that group. A member that one of the others did not score gets no score: its mean would not
     compare with the other members'. ``disagreement`` is the mean of largest minus smallest score.
     """
-
-    kind = "panel"
 
     def __init__(self, *judges: Judge, name: str = "panel") -> None:
         if len({judge.name for judge in judges}) < max(len(judges), 2):

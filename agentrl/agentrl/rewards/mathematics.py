@@ -18,7 +18,8 @@ from multiprocessing import get_context
 from typing import Any
 
 from agentrl.config.errors import ConfigError
-from agentrl.rewards.answers import RewardOfTrace, expected_of
+from agentrl.rewards.text import expected_of
+from agentrl.scoring.functions import RewardOfTrace
 from agentrl.scoring.trace import Trace
 
 _START_S = 60.0

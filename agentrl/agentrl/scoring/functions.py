@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl.config.errors import ConfigError
 from agentrl.config.settings.models import OtherModelSettings
@@ -21,8 +21,12 @@ from agentrl.runner.agent_spec import AgentSpecError, load_target, parse_agent, 
 from agentrl_tracer.conventions import SCORED
 from agentrl_tracer.store import Store
 
+if TYPE_CHECKING:
+    from agentrl.scoring.trace import Trace
+
 Scores = float | Mapping[str, float] | None
 """A reward, several by name, or none: the rollout does not earn anything from this function."""
+RewardOfTrace = Callable[["Trace"], Scores]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -34,6 +38,35 @@ def group_reward(function: Function) -> Function:
     """
     setattr(function, "compares_group", True)  # noqa: B010 - a function has no such attribute
     return function
+
+
+def weighted(**parts: tuple[float, RewardOfTrace]) -> RewardOfTrace:
+    """Make a reward of several: ``weighted(correct=(1.0, exact()), short=(0.1, length(400)))``.
+
+    Each part becomes a reward of its name, multiplied by its weight; their sum counts. A part that
+    gives several is named ``part.name``. A part that gives none is left out.
+
+    Raises:
+        ValueError: a part compares groups or is async; it is to be an entry of ``rewards`` itself.
+    """
+    for name, (_, reward) in parts.items():
+        if getattr(reward, "compares_group", False) or inspect.iscoroutinefunction(reward):
+            raise ValueError(
+                f"weighted: {name} compares groups, as judges do, or is async; give it to "
+                "--rewards by itself"
+            )
+
+    def score(trace: Trace) -> Scores:
+        scores: dict[str, float] = {}
+        for name, (weight, reward) in parts.items():
+            result = reward(trace)
+            if isinstance(result, Mapping):
+                scores |= {f"{name}.{key}": weight * float(x) for key, x in result.items()}
+            elif result is not None:
+                scores[name] = weight * float(result)
+        return scores or None
+
+    return score
 
 
 @dataclass(frozen=True, slots=True)

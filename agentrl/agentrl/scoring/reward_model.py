@@ -6,7 +6,6 @@ the last answer. Loads torch and the weights at the first score.
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Sequence
 from functools import cached_property
@@ -101,13 +100,12 @@ class RewardModel:
         from agentrl_trainer.learner.learner import Learner
         from agentrl_trainer.models.loading import load_base
         from agentrl_trainer.models.lora import load_adapter_weights, read_reward_head
+        from agentrl_trainer.models.saved_lora import read_lora
 
-        config: dict[str, Any] = json.loads((self.adapter / "adapter_config.json").read_text())
-        base = load_base(config["base_model_name_or_path"], **self._options)
-        experts = [one.removesuffix(".weight") for one in config.get("target_parameters") or []]
-        targets = sorted({*(config["target_modules"] or []), *experts})
-        lora = {"rank": config["r"], "alpha": config["lora_alpha"], "targets": targets}
-        learner = Learner(base, adapters=(_NAME,), score=True, **lora)
+        lora = read_lora(self.adapter, scores=True)
+        base = load_base(str(lora.base), **self._options)
+        how: dict[str, Any] = {"rank": lora.rank, "alpha": lora.alpha, "targets": lora.targets}
+        learner = Learner(base, adapters=(_NAME,), score=True, **how)
         load_adapter_weights(learner.model, _NAME, self.adapter)
         with torch.no_grad():
             learner.reward_heads[_NAME].score.weight.copy_(read_reward_head(self.adapter))

@@ -14,7 +14,7 @@ from call_records import make
 from agentrl import rewards
 from agentrl.config.errors import ConfigError
 from agentrl.rewards import Trace
-from agentrl.rewards.answers import last_number
+from agentrl.rewards.text import last_number
 from agentrl.scoring.functions import load_functions
 
 

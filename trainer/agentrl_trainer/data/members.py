@@ -46,13 +46,9 @@ class Member:
 
 
 def members_of(
-    rollouts: Sequence[Rollout],
-    calls: Sequence[Call],
-    rewards: Sequence[Reward],
-    rules: SkipRules,
-    context: Sequence[Call],
-    cut: Cut,
-) -> tuple[list[Member], dict[str, SkipReason]]:
+    rollouts: Sequence[Rollout], calls: Sequence[Call], rewards: Sequence[Reward],
+    rules: SkipRules, context: Sequence[Call], cut: Cut,
+) -> tuple[list[Member], dict[str, SkipReason]]:  # fmt: skip
     """Return the members in the order of ``rollouts``, and why calls of none of them train.
 
     Each of ``calls`` is a turn of one member or has a reason. ``context``: all calls of these

@@ -1,21 +1,18 @@
-"""Rewards that read the answer: equality, numbers, JSON, patterns, tags, length, tests of its code;
-and sums of rewards with weights."""
+"""Rewards that read the answer: equality, numbers, JSON, patterns, tags, length, tests of code."""
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from agentrl.scoring.functions import Scores
+from agentrl.scoring.functions import RewardOfTrace
 from agentrl.scoring.trace import Trace
 
-RewardOfTrace = Callable[[Trace], Scores]
 _SNIPPETS = "agentrl.runner.coding_tasks.snippets"
 _NUMBER = re.compile(
     r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d))(?:[eE][-+]?\d+)?(?!\d)"
@@ -233,34 +230,5 @@ def code_tests(
         if done.returncode:
             raise RuntimeError((done.stderr.strip().splitlines() or ["the tests did not run"])[-1])
         return json.loads(done.stdout) / len(tests)
-
-    return score
-
-
-def weighted(**parts: tuple[float, RewardOfTrace]) -> RewardOfTrace:
-    """Make a reward of several: ``weighted(correct=(1.0, exact()), short=(0.1, length(400)))``.
-
-    Each part becomes a reward of its name, multiplied by its weight; their sum counts. A part that
-    gives several is named ``part.name``. A part that gives none is left out.
-
-    Raises:
-        ValueError: a part compares groups or is async; it is to be an entry of ``rewards`` itself.
-    """
-    for name, (_, reward) in parts.items():
-        if getattr(reward, "compares_group", False) or inspect.iscoroutinefunction(reward):
-            raise ValueError(
-                f"weighted: {name} compares groups, as judges do, or is async; give it to "
-                "--rewards by itself"
-            )
-
-    def score(trace: Trace) -> Scores:
-        scores: dict[str, float] = {}
-        for name, (weight, reward) in parts.items():
-            result = reward(trace)
-            if isinstance(result, Mapping):
-                scores |= {f"{name}.{key}": weight * float(x) for key, x in result.items()}
-            elif result is not None:
-                scores[name] = weight * float(result)
-        return scores or None
 
     return score
