@@ -56,5 +56,4 @@ def inspect_command(*tokens: Tokens) -> None:
         gateway.wait_ready(print_sentences)
         print_line((shlex.join(command), "dim"))
         environment = {**os.environ, f"{_SERVICE.upper()}_API_KEY": key}
-        done = subprocess.run(command, env=environment, check=False)
-    sys.exit(done.returncode)
+        sys.exit(subprocess.run(command, env=environment, check=False).returncode)

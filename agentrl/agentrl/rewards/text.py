@@ -82,7 +82,7 @@ def numeric(field: str = "answer", *, tolerance: float = 1e-6) -> RewardOfTrace:
     """
 
     def score(trace: Trace) -> float:
-        rights = [last_number(str(one)) for one in expected_of(trace, field)]
+        rights = map(last_number, map(str, expected_of(trace, field)))
         known = [right for right in rights if right is not None]
         if not known:
             raise ValueError(f"the task's field {field!r} has no number: {trace.task[field]!r}")

@@ -18,13 +18,7 @@ from typing import Any
 
 from agentrl.scoring.functions import RewardFunction, ScoringContext
 from agentrl.scoring.trace import Trace, read_traces
-from agentrl_tracer.schemas import (
-    POLICY_REWARD_KEY,
-    REWARD_RANGE,
-    Reward,
-    Rollout,
-    is_reward,
-)
+from agentrl_tracer.schemas import POLICY_REWARD_KEY, REWARD_RANGE, Reward, Rollout, is_reward
 
 _AT_ONCE = 16
 """Calls of functions that run at a time."""
@@ -111,7 +105,7 @@ class Scorer:
     def _tell(self) -> None:
         """Note each kind of failure once, with how often it has occurred."""
         failures, self._failures = self._failures, {}
-        for kind, said in failures.items():
+        for kind, said in list(failures.items()):  # the other thread may yet add one
             text = f"rewards: {kind[0]} gave {len(said)} rollouts no reward: {said[0]}"
             self._context.note_once(" ".join(kind), text)
 

@@ -69,9 +69,8 @@ def read_lora(folder: Path, *, scores: bool = False) -> SavedLora:
             f"{folder} has no {WEIGHTS_FILE}; save it again with PEFT's save_pretrained, which "
             "writes safetensors"
         )
-    _refuse_features(
-        folder, config | ({"task_type": None, "modules_to_save": None} if scores else {})
-    )
+    of_head: dict[str, Any] = {"task_type": None, "modules_to_save": None} if scores else {}
+    _refuse_features(folder, config | of_head)
     rank, alpha, notes = int(config["r"]), float(config["lora_alpha"]), list[str]()
     if config.get("use_rslora"):
         alpha *= math.sqrt(rank)
