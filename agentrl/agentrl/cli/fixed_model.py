@@ -33,8 +33,6 @@ class FixedModel:
     progress: Progress
     calls: list[Call] = field(default_factory=list[Call])
     """Of all rollouts, in the end."""
-    made: list[str] = field(default_factory=list[str])
-    """The ids of the rollouts."""
 
     def execute(self, planned: Sequence[NewRollout]) -> list[Rollout]:
         bar = self.progress.add_task("rollouts", total=len(planned))
@@ -46,7 +44,6 @@ class FixedModel:
         self.progress.update(bar, description="rewards")
         self.scorer.score(rollouts, show)
         self.progress.remove_task(bar)
-        self.made += [rollout.id for rollout in rollouts]
         return rollouts
 
 
@@ -91,5 +88,6 @@ def fixed_model(
             print_sentences(", ".join(f"{name} {value:g}" for name, value in counted.items()))
         scorer.close()
         session.tell_lost_spans(print_sentences, last=True)
-    made.calls = session.skip_calls(made.made, SkipReason.EVALUATION)
+    ids = [rollout.id for rollout in session.store.rollouts(session.run_id)]
+    made.calls = session.skip_calls(ids, SkipReason.EVALUATION)
     session.store.end_run(session.run_id, "finished")

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from agentrl.scoring.functions import ScoringContext
     from agentrl.scoring.trace import Trace
 
-_JUDGMENTS = "judgments.jsonl"
 _AT_ONCE = 16  # requests
 _LONGEST_S = 900.0  # of an answer; a provider's own limits are in the ``models`` table
 _MAX_TOKENS = 1024  # of our own models' answers, where the judge sets no limit
@@ -152,7 +151,7 @@ class ModelJudge(Judge):
                 f"{', '.join(known)}; add it as [models.{self._model}]"
             )
         self._at_once = asyncio.Semaphore(_AT_ONCE)
-        self._path = context.folder / _JUDGMENTS
+        self._path = context.folder / "judgments.jsonl"
         self._answers: dict[str, Json] = {}
         self._calls, self._dollars = 0, 0.0
         for answer in read_rows(self._path):

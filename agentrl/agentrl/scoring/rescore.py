@@ -71,8 +71,7 @@ def rescore(
         finally:
             scorer.close()
             run.index.take_again(ids)
-        given = [one for one in store.rewards(ids) if one.key.startswith(own)]
-        new = [one for one in given if is_reward(one.value)]
+        new = [r for r in store.rewards(ids) if r.key.startswith(own) and is_reward(r.value)]
         return Rescored(len(ids), new, before, _mean(store, rollouts))
 
 
