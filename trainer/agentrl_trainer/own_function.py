@@ -13,9 +13,10 @@ class FunctionError(RuntimeError):
 
 
 @contextmanager
-def said_by(function: Callable[..., Any]) -> Iterator[None]:
-    """Turn what goes wrong with a function into a FunctionError that names it and the line."""
-    name = getattr(function, "__qualname__", None) or type(function).__qualname__
+def said_by(function: Callable[..., Any], setting: str) -> Iterator[None]:
+    """Turn what goes wrong with a function into a FunctionError that names the setting, the
+    function and the line."""
+    name = f"{setting}: {getattr(function, '__qualname__', type(function).__qualname__)}"
     try:
         yield
     except FunctionError as error:

@@ -28,37 +28,31 @@ class FixedModel:
     """What executes rollouts."""
 
     session: Session
+    scorer: Scorer
     task_ids: list[str]
+    progress: Progress
     calls: list[Call] = field(default_factory=list[Call])
     """Of all rollouts, in the end."""
-    scorer: Scorer | None = None
-    _progress: Progress = field(default_factory=lambda: Progress(console=console, transient=True))
-    _made: list[str] = field(default_factory=list[str])
 
     def execute(self, planned: Sequence[NewRollout]) -> list[Rollout]:
-        bar = self._progress.add_task("rollouts", total=len(planned))
-        rollouts = self.session.execute(
-            planned, lambda done, _: self._progress.update(bar, completed=done)
-        )
-        if self.scorer is not None:
-            self._progress.update(bar, description="rewards")
-            self.scorer.score(
-                rollouts, lambda done, all_: self._progress.update(bar, completed=done, total=all_)
-            )
-        self._progress.remove_task(bar)
-        self._made += [rollout.id for rollout in rollouts]
+        bar = self.progress.add_task("rollouts", total=len(planned))
+
+        def show(done: int, total: int) -> None:
+            self.progress.update(bar, completed=done, total=total)
+
+        rollouts = self.session.execute(planned, show)
+        self.progress.update(bar, description="rewards")
+        self.scorer.score(rollouts, show)
+        self.progress.remove_task(bar)
         return rollouts
 
 
 @contextlib.contextmanager
 def fixed_model(
-    config: CheckConfig | EvalConfig | RunConfig,
-    kind: str,
-    tasks: Sequence[Json],
-    asks_for: str | None = None,
-    rewards: Sequence[RewardFunction] = (),
+    config: CheckConfig | EvalConfig | RunConfig, kind: str, tasks: Sequence[Json],
+    asks_for: str | None = None, rewards: Sequence[RewardFunction] = (),
     source: str | Path | None = None,
-) -> Iterator[FixedModel]:
+) -> Iterator[FixedModel]:  # fmt: skip
     """Run gateway and runners with the model or the adapters that the settings name.
 
     The caller closes the session's store, which can be read afterwards.
@@ -82,16 +76,18 @@ def fixed_model(
     folder = RunFolder.create(config.run.folder, None, kind)
     session = Session(folder, config, kind, adapter_paths=adapters, asks_for=asks_for)
     end_in_order(lambda: f"recorded so far: {folder.root}")
-    made = FixedModel(session, session.store.add_tasks(session.run_id, kind, tasks))
-    with session, made._progress as progress:
+    with session, Progress(console=console, transient=True) as progress:
         bar = progress.add_task("starting", total=None)
         session.wait_ready(print_sentences)
         progress.remove_task(bar)
-        made.scorer = session.scorer(rewards, print_sentences)
+        scorer = session.scorer(rewards, print_sentences)
+        task_ids = session.store.add_tasks(session.run_id, kind, tasks)
+        made = FixedModel(session, scorer, task_ids, progress)
         yield made
-        if counted := made.scorer.take_metrics():
+        if counted := scorer.take_metrics():
             print_sentences(", ".join(f"{name} {value:g}" for name, value in counted.items()))
-        made.scorer.close()
+        scorer.close()
         session.tell_lost_spans(print_sentences, last=True)
-    made.calls = session.skip_calls(made._made, SkipReason.EVALUATION)
+    ids = [rollout.id for rollout in session.store.rollouts(session.run_id)]
+    made.calls = session.skip_calls(ids, SkipReason.EVALUATION)
     session.store.end_run(session.run_id, "finished")

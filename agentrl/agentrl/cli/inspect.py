@@ -36,14 +36,12 @@ def inspect_command(*tokens: Tokens) -> None:
     if program is None:
         raise ConfigError(
             f"inspect.command: there is no program {config.inspect.command!r}; install inspect_ai "
-            "and openai (an environment of their own will do), and give the path of its program"
+            "and openai, anywhere, and give its path"
         )
     adapters = adapter_folders(config, config.model.adapter_path)
     if len(adapters) > 1:
-        raise ConfigError(
-            f"model.adapter_path: it has several adapters; name one with --adapters: "
-            f"{', '.join(adapters)}"
-        )
+        known = ", ".join(adapters)
+        raise ConfigError(f"model.adapter_path: it has several; name one with --adapters: {known}")
     if said := which_adapter(config.model.adapter_path, adapters):
         print_sentences(said)
     fetch_model(config)
@@ -58,5 +56,4 @@ def inspect_command(*tokens: Tokens) -> None:
         gateway.wait_ready(print_sentences)
         print_line((shlex.join(command), "dim"))
         environment = {**os.environ, f"{_SERVICE.upper()}_API_KEY": key}
-        done = subprocess.run(command, env=environment, check=False)
-    sys.exit(done.returncode)
+        sys.exit(subprocess.run(command, env=environment, check=False).returncode)

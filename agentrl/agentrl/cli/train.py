@@ -34,7 +34,7 @@ from agentrl.training.queue.curriculum import Curriculum
 from agentrl.training.resume import check_resume, go_back, return_to_start, tell_changes
 from agentrl.training.session import Session
 from agentrl.training.setup.initial_adapters import new_run
-from agentrl.training.setup.own_functions import check_functions
+from agentrl.training.setup.own_functions import add_own_loss, own_estimator
 
 if TYPE_CHECKING:
     from agentrl.training.loop import Trainer
@@ -100,7 +100,8 @@ def _train(
     # Before config.json holds the setting: every later --resume would fail.
     steps = steps_of(config, tasks)
     check_warmup(config.learning.warmup_steps, steps)
-    check_functions(config)
+    add_own_loss(config)
+    own_estimator(config)
     Curriculum(config, tasks)  # which refuses tasks without weights
     fetch_model(config)
     if folder is not None:

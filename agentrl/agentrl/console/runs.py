@@ -217,13 +217,14 @@ def _when(form: str, at: float) -> str:
 
 def show_rescored(to: Console, done: Rescored, *, alone: bool) -> None:
     """Show what a re-score did to the rewards of a run."""
-    rows = [
-        {"reward": name, "rollouts": len(given), "mean": fmean(given)}
-        for name, given in sorted(done.rewards.items())
-    ]
+    given: dict[str, list[float]] = {}
+    for one in sorted(done.rewards, key=lambda one: one.name):
+        given.setdefault(one.name, []).append(one.value)
+    rows = [{"reward": k, "rollouts": len(x), "mean": fmean(x)} for k, x in given.items()]
     print_rows(to, rows, "reward rollouts:, mean:+.3f")
-    said = f"{done.scored:,} of {done.rollouts:,} rollouts were scored"
-    if left := done.rollouts - done.scored:
+    scored = len({one.rollout_id for one in done.rewards})
+    said = f"{scored:,} of {done.rollouts:,} rollouts were scored"
+    if left := done.rollouts - scored:
         said += f"; {left:,} failed, have a policy's reward or got none, and stay as they are"
     print_sentences(said, to=to)
     means = ["none" if x is None else f"{x:+.3f}" for x in (done.before, done.after)]

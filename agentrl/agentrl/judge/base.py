@@ -16,15 +16,16 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, ClassVar
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import httpx
 from jsonschema import ValidationError, validate
 
 from agentrl.config.errors import ConfigError
-from agentrl.judge.conversations import Conversations
-from agentrl.runs.excerpts import json_line
+from agentrl.runs.excerpts import json_line, text_of
+from agentrl.runs.folder import read_rows
 from agentrl_tracer.conventions import AGENT_HEADER, NOTE_DATA, NOTE_NAME, NOTE_SPAN, REQUEST_HEADER
 from agentrl_tracer.schemas import Json, Span
 
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from agentrl.scoring.functions import ScoringContext
     from agentrl.scoring.trace import Trace
 
-_JUDGMENTS = "judgments.jsonl"
 _AT_ONCE = 16  # requests
 _LONGEST_S = 900.0  # of an answer; a provider's own limits are in the ``models`` table
 _MAX_TOKENS = 1024  # of our own models' answers, where the judge sets no limit
@@ -42,12 +42,12 @@ _RULES = (
 )
 
 
-class UnansweredError(Exception):
-    """There is no answer; the message says why. ``kind`` is the metric that counts it."""
+Conversation = list[Json]
+"""The messages of a rollout, as judges read them."""
 
-    def __init__(self, kind: str, why: str) -> None:
-        super().__init__(why)
-        self.kind = kind
+
+class UnansweredError(Exception):
+    """There is no answer; the arguments are the metric that counts it, and why."""
 
 
 @dataclass
@@ -66,17 +66,13 @@ class Opinion:
 class Judge(ABC):
     """A reward function that compares the finished members of a group."""
 
-    kind: ClassVar[str]
     compares_group = True
     asks_models = True
     _context: ScoringContext
 
     def __init__(self, name: str) -> None:
-        if not re.fullmatch(r"\w+", name):  # it is part of metrics' names
-            raise ConfigError(f"{self.kind} judge: name = {name!r}: use letters, digits and _ only")
-        self.name = name
+        self.name = re.sub(r"\W", "_", name)  # it is part of metrics' names
         self._counts = defaultdict[str, float](float)
-        self._told: set[str] = set()
 
     def connect(self, context: ScoringContext) -> None:
         """Take what the run has for judges."""
@@ -103,18 +99,12 @@ class Judge(ABC):
         self._counts[what] += by
 
     def _tell(self, kind: str, text: str) -> None:
-        """Show the user something that happens again and again, once."""
-        if kind not in self._told:
-            self._told.add(kind)
-            self._context.note(f"judge {self.name}: {text}")
+        self._context.note_once(f"{self.name} {kind}", f"judge {self.name}: {text}")
 
     def _note(self, of: Trace, said: Opinion) -> Span:
         """Return the note of an attempt. Its id is of its text: the same one is kept once."""
-        told = {"score": said.score, "why": said.why, **said.details}
-        name, text = (
-            f"judge.{self.name}",
-            json_line(told | {"calls": said.calls, "cost": said.cost}),
-        )
+        told = {"score": said.score, "why": said.why, "calls": said.calls, "cost": said.cost}
+        name, text = f"judge.{self.name}", json_line(told | said.details)
         key, now = f"{of.attempt_id} {name} {text}".encode(), time.time_ns()
         return Span(
             trace_id=blake2b(of.attempt_id.encode(), digest_size=16).hexdigest(),
@@ -131,7 +121,7 @@ class ModelJudge(Judge):
     Args:
         model: a model of the ``[models]`` table, the base model's name, or an adapter of the run.
         instructions: what is good, in words.
-        name: of its notes and metrics; by default its kind and model.
+        name: of its notes and metrics; by default its class and model.
         explain: ask for a sentence of explanation before each score.
         max_calls, max_cost: what it may spend in the run, resumes included: requests, and dollars
             by LiteLLM's prices. What comes after has no reward. Up to 16 requests may be under way
@@ -143,12 +133,7 @@ class ModelJudge(Judge):
         self, model: str, instructions: str, *, name: str | None = None, explain: bool = True,
         max_calls: int | None = None, max_cost: float | None = None, **options: Any,
     ) -> None:  # fmt: skip
-        for key, value in (("max_calls", max_calls), ("max_cost", max_cost)):
-            if value is not None and value <= 0:
-                raise ConfigError(
-                    f"{self.kind} judge: {key} = {value}: must be above 0, or left out"
-                )
-        super().__init__(name or re.sub(r"\W", "_", f"{self.kind}_{model}"))
+        super().__init__(name or f"{type(self).__name__.lower()}_{model}")
         self._model, self._instructions, self._explain = model, instructions, explain
         self._max_calls, self._max_cost, self._options = max_calls, max_cost, options
 
@@ -166,28 +151,21 @@ class ModelJudge(Judge):
                 f"{', '.join(known)}; add it as [models.{self._model}]"
             )
         self._at_once = asyncio.Semaphore(_AT_ONCE)
-        self._path = context.folder / _JUDGMENTS
+        self._path = context.folder / "judgments.jsonl"
         self._answers: dict[str, Json] = {}
         self._calls, self._dollars = 0, 0.0
-        for line in self._path.read_text().splitlines() if self._path.is_file() else ():
-            try:
-                answer = json.loads(line)
-            except ValueError:
-                continue  # cut off as the run was killed: it is asked again
+        for answer in read_rows(self._path):
             if answer["judge"] == self.name:
                 self._remember(answer)
-                self._calls += 1
 
     async def opinions(self, traces: Sequence[Trace]) -> list[Opinion]:
-        said = Conversations.of(traces)
-        judged = await self._judge(said, traces[0].group_id) if said.shown else []
-        scores = [one.score for one in judged if one.score is not None]
-        self._count("ties", len(scores) - len(set(scores)))
+        shown, places = _distinct(traces)
+        judged = await self._judge(shown, traces[0].group_id) if shown else []
         silent = Opinion(why="it asked no model")
-        return [silent if place is None else judged[place] for place in said.place]
+        return [silent if place is None else judged[place] for place in places]
 
     @abstractmethod
-    async def _judge(self, said: Conversations, group: str) -> list[Opinion]:
+    async def _judge(self, shown: Sequence[Conversation], group: str) -> list[Opinion]:
         """Return what the judge says of each distinct conversation."""
 
     async def _ask_scores(
@@ -197,11 +175,12 @@ class ModelJudge(Judge):
         score = self._explained("score", {"type": "number", "description": "from 0 to 1"})
         keys = [str(at) for at in range(1, count + 1)]
         said, opinion = await self._ask(task, data, dict.fromkeys(keys, _object_of(score)), group)
-        given = [said[key] for key in keys] if said else []
-        self._count("clipped", sum(not 0 <= one["score"] <= 1 for one in given))
-        return [
-            (float(min(max(one["score"], 0), 1)), one.get("explanation", "")) for one in given
-        ], opinion
+        scores: list[tuple[float, str]] = []
+        for one in (said[key] for key in keys) if said else ():
+            clipped = float(min(max(one["score"], 0), 1))
+            self._count("clipped", clipped != one["score"])
+            scores.append((clipped, one.get("explanation", "")))
+        return scores, opinion
 
     def _explained(self, name: str, schema: Json) -> Json:
         explanation = {"explanation": {"type": "string"}} if self._explain else {}
@@ -219,15 +198,14 @@ class ModelJudge(Judge):
         for _ in range(2):
             try:
                 answer = await self._answer(messages, schema, group)
+                opinion.calls.append(answer["call_id"])
+                opinion.cost += answer["cost"]
+                if not answer["text"] and answer["finish_reason"] != "length":
+                    raise UnansweredError("refused", "the model gives no answer")
             except UnansweredError as error:
-                self._count(error.kind)
-                opinion.why = f"{error.kind}: {error}"
-                break
-            opinion.calls.append(answer["call_id"])
-            opinion.cost += answer["cost"]
-            if answer["text"] is None:
-                self._count("refused")
-                opinion.why = "refused"
+                kind, opinion.why = error.args
+                self._count(kind)
+                self._tell(kind, f"{opinion.why}; what it was to judge has no reward")
                 break
             try:
                 said = json.loads(answer["text"], parse_constant=str)  # NaN is no number
@@ -240,53 +218,47 @@ class ModelJudge(Judge):
                     opinion.why = "broken: it was cut off; give the judge a larger max_tokens"
             self._count("broken")
             self._tell("broken", opinion.why)
-            messages = [
-                *messages,
+            messages += [
                 {"role": "assistant", "content": answer["text"]},
                 {"role": "user", "content": f"{opinion.why}. Answer again with JSON only."},
             ]
         return None, opinion
 
     async def _answer(self, messages: Sequence[Json], schema: Json, group: str) -> Json:
-        """Return a line of ``judgments.jsonl``, with ``text`` None where the model refuses.
+        """Return a line of ``judgments.jsonl``.
 
         Raises:
             UnansweredError: the model is down or refuses the request, or the budget is spent.
         """
-        is_own = self._model not in self._context.models  # our sampler answers
         named = {"name": "judgment", "strict": True, "schema": schema}
         form = {"type": "json_schema", "json_schema": named}
         body = {"model": self._model, "messages": messages, "response_format": form}
-        body |= self._options
-        version = await asyncio.to_thread(self._version) if is_own else None
+        body, store = body | self._options, self._context.store
+        # Each version of an adapter in training is a judge of its own.
+        adapters = await asyncio.to_thread(store.latest_adapters, self._context.run_id)
+        version = next((one.version for one in adapters if one.name == self._model), None)
         asked = json.dumps([version, body], sort_keys=True).encode()
         key = blake2b(asked, digest_size=16).hexdigest()
         if known := self._answers.get(key):
             self._count("cached")
             return known
-        self._spend()
+        is_own = self._model not in self._context.models  # our sampler answers
         if is_own:  # providers may refuse a seed
-            text = json.dumps(messages).encode()
-            seed = int.from_bytes(blake2b(text, digest_size=4).digest(), "big") >> 1
-            body = {"seed": seed, "max_tokens": _MAX_TOKENS, **body}
+            body = {"seed": int(key[:7], 16), "max_tokens": _MAX_TOKENS, **body}
         async with self._at_once:
+            self._check_budget()
             said = await self._request(body, group)
-        choice, call = said["choices"][0], await asyncio.to_thread(self._call, said["id"])
-        message, cost = choice["message"], float(call.get("cost") or 0.0)
-        # LiteLLM moves OpenAI's field there.
-        fields = message | (message.get("provider_specific_fields") or {})
-        refused = fields.get("refusal") or choice["finish_reason"] == "content_filter"
+        call = await asyncio.to_thread(store.call, said["id"])
+        choice, cost = said["choices"][0], float((call and call.params.get("cost")) or 0.0)
         answer: Json = {
-            "judge": self.name, "key": key, "text": None if refused else message["content"] or "",
+            "judge": self.name, "key": key, "text": choice["message"]["content"] or "",
             "finish_reason": choice["finish_reason"], "call_id": said["id"], "cost": cost,
         }  # fmt: skip
         if not (cost or is_own or self._max_cost is None):
-            self._tell(
-                "price",
-                f"LiteLLM knows no price of {self._model!r}, so its calls count as 0 dollars; give "
-                f"models.{self._model}.params input_cost_per_token and output_cost_per_token",
-            )
+            price = f"models.{self._model}.params input_cost_per_token and output_cost_per_token"
+            self._tell("price", f"LiteLLM knows no price of {self._model!r}; give {price}")
         self._remember(answer)
+        self._count("calls")
         self._count("cost", cost)
         with self._path.open("a") as file:
             file.write(json.dumps(answer) + "\n")
@@ -294,28 +266,14 @@ class ModelJudge(Judge):
 
     def _remember(self, answer: Json) -> None:
         self._answers[answer["key"]] = answer
+        self._calls += 1
         self._dollars += answer["cost"]
 
-    def _version(self) -> int | None:
-        """Return the version of an adapter in training: each is a judge of its own."""
-        latest = self._context.store.latest_adapters(self._context.run_id)
-        return next((one.version for one in latest if one.name == self._model), None)
-
-    def _call(self, call_id: str) -> Json:
-        call = self._context.store.call(call_id)
-        return call.params if call else {}
-
-    def _spend(self) -> None:
-        said = ""
+    def _check_budget(self) -> None:
         if self._max_calls is not None and self._calls >= self._max_calls:
-            said = f"max_calls = {self._max_calls} is spent"
-        elif self._max_cost is not None and self._dollars >= self._max_cost:
-            said = f"max_cost = {self._max_cost:g} is spent"
-        if said:
-            self._tell(said, f"{said}; what it was to judge has no reward")
-            raise UnansweredError("over_budget", said)
-        self._calls += 1
-        self._count("calls")
+            raise UnansweredError("over_budget", f"max_calls = {self._max_calls} is spent")
+        if self._max_cost is not None and self._dollars >= self._max_cost:
+            raise UnansweredError("over_budget", f"max_cost = {self._max_cost:g} is spent")
 
     async def _request(self, body: Json, group: str) -> Any:
         """Return the gateway's answer. OpenAI's client tries again while it is away or full."""
@@ -323,24 +281,55 @@ class ModelJudge(Judge):
 
         who = {AGENT_HEADER: quote(f"judge.{self.name}"), REQUEST_HEADER: group}
         # The gateway speaks plain HTTP to this machine: certificates would take 20 ms to load.
-        http = httpx.AsyncClient(verify=False, trust_env=False)
-        url, key = f"{self._context.gateway}/v1", self._context.operator_key
+        client = AsyncOpenAI(
+            base_url=f"{self._context.gateway}/v1", api_key=self._context.operator_key,
+            timeout=_LONGEST_S, default_headers=who,
+            http_client=httpx.AsyncClient(verify=False, trust_env=False),
+        )  # fmt: skip
         try:
-            async with AsyncOpenAI(
-                base_url=url, api_key=key, timeout=_LONGEST_S, http_client=http
-            ) as client:
-                return await client.post(
-                    "/chat/completions", cast_to=object, body=body, options={"headers": who}
-                )
+            async with client:
+                return await client.post("/chat/completions", cast_to=object, body=body)
         except OpenAIError as error:
-            self._tell("down", f"no answer: {error}; what it was to judge has no reward")
-            raise UnansweredError("down", str(error)) from error
+            raise UnansweredError("down", f"no answer: {error}") from error
 
 
 def _object_of(properties: Mapping[str, Any]) -> Json:
     return {
-        "type": "object",
-        "properties": dict(properties),
-        "required": list(properties),
+        "type": "object", "properties": dict(properties), "required": list(properties),
         "additionalProperties": False,
-    }
+    }  # fmt: skip
+
+
+def _distinct(members: Sequence[Trace]) -> tuple[list[Conversation], list[int | None]]:
+    """Return the distinct conversations of a group's members, shuffled, and the place of each
+    member's among them; None: it has asked no model.
+
+    Members whose conversations are equal so get the same score. The order depends on the
+    conversations alone: not on who came first, and the same in a resumed run.
+    """
+    said = [[_message(one) for one in member.messages] for member in members]
+    texts = [json_line(one) for one in said]
+    seed = "".join(sorted(set(texts)))
+    by_text = {text: one for text, one in zip(texts, said, strict=True) if one}
+    order = sorted(by_text, key=lambda text: blake2b((seed + text).encode()).digest())
+    places = {text: at for at, text in enumerate(order)}
+    return [by_text[text] for text in order], [places.get(text) for text in texts]
+
+
+def _message(message: Json) -> Json:
+    """Return what a judge reads of a message: its text and tool calls. Ids differ in each rollout,
+    and reasoning is not part of the answer."""
+    said: Json = {"role": message.get("role"), "content": text_of(message.get("content") or "")}
+    if calls := message.get("tool_calls"):
+        said["tool_calls"] = [call.get("function") for call in calls]
+    return said
+
+
+def numbered(shown: Sequence[Conversation]) -> Json:
+    """Return what the judge reads: what all begin with once, and how each goes on."""
+    same = takewhile(
+        lambda column: all(one == column[0] for one in column), zip(*shown, strict=False)
+    )
+    shared = len(list(same)) if len(shown) > 1 else 0
+    answers = {str(at): one[shared:] for at, one in enumerate(shown, 1)}
+    return {"shared": shown[0][:shared], "conversations": answers}

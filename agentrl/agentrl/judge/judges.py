@@ -9,9 +9,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from agentrl.config.errors import ConfigError
-from agentrl.judge.base import Judge, ModelJudge, Opinion
-from agentrl.judge.conversations import Conversations
-from agentrl_tracer.schemas import Json
+from agentrl.judge.base import Conversation, Judge, ModelJudge, Opinion, numbered
 
 if TYPE_CHECKING:
     from agentrl.scoring.functions import ScoringContext
@@ -32,22 +30,18 @@ class Relative(ModelJudge):
     conversations begin with is given once, and only the differences of the scores matter.
     """
 
-    kind = "relative"
-
     def __init__(self, model: str, rubric: str | None = None, **options: Any) -> None:
         """See ``ModelJudge`` for the options."""
         super().__init__(model, rubric or _STANDARDS, **options)
 
-    async def _judge(self, said: Conversations, group: str) -> list[Opinion]:
+    async def _judge(self, shown: Sequence[Conversation], group: str) -> list[Opinion]:
         task = (
             "Several agents were given the same goal. Compare their conversations, and give each "
             f"a score from 0 to 1, by its number.\n{self._instructions}"
         )
-        count = len(said.shown)
-        scores, opinion = await self._ask_scores(task, said.numbered(), count, group)
-        if not scores:
-            return [opinion] * count
-        return [replace(opinion, score=score, why=why) for score, why in scores]
+        scores, opinion = await self._ask_scores(task, numbered(shown), len(shown), group)
+        judged = [replace(opinion, score=score, why=why) for score, why in scores]
+        return judged or [opinion] * len(shown)
 
 
 class Rubric(ModelJudge):
@@ -61,8 +55,6 @@ class Rubric(ModelJudge):
         options: see ``ModelJudge``.
     """
 
-    kind = "rubric"
-
     def __init__(self, model: str, criteria: Mapping[str, float], **options: Any) -> None:
         self._criteria = dict(criteria)
         self._whole = sum(weight for weight in self._criteria.values() if weight > 0)
@@ -75,20 +67,20 @@ class Rubric(ModelJudge):
             **options,
         )
 
-    async def _judge(self, said: Conversations, group: str) -> list[Opinion]:
-        return await asyncio.gather(*(self._one(shown, group) for shown in said.shown))
+    async def _judge(self, shown: Sequence[Conversation], group: str) -> list[Opinion]:
+        return await asyncio.gather(*(self._one(conversation, group) for conversation in shown))
 
-    async def _one(self, conversation: Sequence[Json], group: str) -> Opinion:
+    async def _one(self, conversation: Conversation, group: str) -> Opinion:
         criteria = {str(at): text for at, text in enumerate(self._criteria, 1)}
         data = {"criteria": criteria, "conversation": conversation}
         scores, opinion = await self._ask_scores(self._instructions, data, len(criteria), group)
         if scores:
-            weighted = zip(self._criteria.values(), scores, strict=True)
-            opinion.score = sum(weight * score for weight, (score, _) in weighted) / self._whole
-            opinion.details["criteria"] = {
-                text: {"score": score, "why": why}
-                for text, (score, why) in zip(self._criteria, scores, strict=True)
-            }
+            weighted = [
+                w * score for w, (score, _) in zip(self._criteria.values(), scores, strict=True)
+            ]
+            opinion.score = sum(weighted) / self._whole
+            named = zip(self._criteria, scores, strict=True)
+            opinion.details["criteria"] = {t: {"score": x, "why": why} for t, (x, why) in named}
         return opinion
 
 
@@ -102,27 +94,24 @@ class Pairwise(ModelJudge):
         options: see ``ModelJudge``.
     """
 
-    kind = "pairwise"
-
     def __init__(
         self, model: str, rubric: str = "", *, opponents: int | None = None, **options: Any
     ) -> None:
-        if opponents is not None and opponents < 1:
-            raise ConfigError(f"pairwise judge: opponents = {opponents}: must be above 0")
         super().__init__(model, rubric, **options)
         self._opponents = opponents
 
-    async def _judge(self, said: Conversations, group: str) -> list[Opinion]:
-        pairs = _pairs(len(said.shown), self._opponents)
+    async def _judge(self, shown: Sequence[Conversation], group: str) -> list[Opinion]:
+        pairs = _pairs(len(shown), self._opponents)
         if not pairs:
             return [Opinion(0.5, "every other conversation equals it")]
-        games = await asyncio.gather(*(self._compare(said, pair, group) for pair in pairs))
-        judged = [Opinion(details={"games": []}) for _ in said.shown]
+        games = await asyncio.gather(
+            *(self._compare([shown[at] for at in pair], group) for pair in pairs)
+        )
+        judged = [Opinion(details={"games": []}) for _ in shown]
         for pair, game in zip(pairs, games, strict=True):
             for place in pair:
                 mine, won = judged[place], game.score
-                mine.calls += game.calls
-                mine.cost += game.cost
+                mine.calls, mine.cost = mine.calls + game.calls, mine.cost + game.cost
                 mine.why = game.why
                 if won is not None:
                     mine.details["games"].append([won if place == pair[0] else 1 - won, game.why])
@@ -132,14 +121,14 @@ class Pairwise(ModelJudge):
                 one.why = f"{sum(results):g} of {len(results)}"
         return judged
 
-    async def _compare(self, said: Conversations, pair: tuple[int, int], group: str) -> Opinion:
+    async def _compare(self, two: Sequence[Conversation], group: str) -> Opinion:
         """Return an opinion that scores 1 if the first wins, 0 if the second does, else 0.5."""
         task = (
             "Two agents were given the same goal. Which conversation is better? Answer with its "
             f'number, or with "tie" if they are equally good.\n{self._instructions}'
         )
         properties = self._explained("better", {"type": "string", "enum": [*_RESULTS]})
-        found, opinion = await self._ask(task, said.numbered(*pair), properties, group)
+        found, opinion = await self._ask(task, numbered(two), properties, group)
         if found:
             opinion.score = _RESULTS[found["better"]]
             opinion.why = found.get("explanation", "")
@@ -162,14 +151,10 @@ class Panel(Judge):
     compare with the other members'. ``disagreement`` is the mean of largest minus smallest score.
     """
 
-    kind = "panel"
-
     def __init__(self, *judges: Judge, name: str = "panel") -> None:
-        names = [judge.name for judge in judges]
-        if len(names) < 2 or len(set(names)) < len(names):
+        if len({judge.name for judge in judges}) < max(len(judges), 2):
             raise ConfigError(
-                f"panel judge: judges = {', '.join(names) or 'none'}: must be two or more of "
-                'different names; give equal ones name="..."'
+                'panel judge: it needs two judges or more of different names; give them name="..."'
             )
         super().__init__(name)
         self._judges = judges
@@ -182,24 +167,24 @@ class Panel(Judge):
 
     async def opinions(self, traces: Sequence[Trace]) -> list[Opinion]:
         said = await asyncio.gather(*(judge.opinions(traces) for judge in self._judges))
-        present = [any(one.score is not None for one in of_judge) for of_judge in said]
-        self._count("absent", present.count(False))
+        present = sum(any(one.score is not None for one in of_judge) for of_judge in said)
+        self._count("absent", len(said) - present)
         return [self._together(present, of_member) for of_member in zip(*said, strict=True)]
 
-    def _together(self, present: Sequence[bool], said: Sequence[Opinion]) -> Opinion:
-        """Return what the judges say of one member; those that are present score it."""
-        by_judge = {judge.name: one for judge, one in zip(self._judges, said, strict=True)}
+    def _together(self, present: int, said: Sequence[Opinion]) -> Opinion:
+        """Return what the judges say of one member, which all that are present must score."""
+        names = [judge.name for judge in self._judges]
+        reasons = [f"{name}: {one.why}" for name, one in zip(names, said, strict=True) if one.why]
+        scores = [one.score for one in said]
         found = Opinion(
-            why="; ".join(f"{name}: {one.why}" for name, one in by_judge.items() if one.why),
-            details={"judges": {name: one.score for name, one in by_judge.items()}},
-            calls=[call for one in said for call in one.calls],
-            cost=sum(one.cost for one in said),
-        )
-        given = [one.score for one in said if one.score is not None]
-        if given and len(given) == sum(present):
-            found.score = fmean(given)
-            found.details["spread"] = max(given) - min(given)
-            self._spreads.append(found.details["spread"])
+            why="; ".join(reasons), details={"judges": dict(zip(names, scores, strict=True))},
+            calls=[call for one in said for call in one.calls], cost=sum(one.cost for one in said),
+        )  # fmt: skip
+        given = [score for score in scores if score is not None]
+        if given and len(given) == present:
+            found.score, spread = fmean(given), max(given) - min(given)
+            found.details["spread"] = spread
+            self._spreads.append(spread)
         return found
 
     def take_metrics(self) -> dict[str, float]:

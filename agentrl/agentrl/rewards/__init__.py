@@ -11,11 +11,9 @@ An error in a task, such as a missing field, gives no reward and is counted. Imp
 loads no torch.
 """
 
-from agentrl.rewards.answers import exact, format_tags, json_schema, length, numeric, regex
-from agentrl.rewards.code import code_tests
-from agentrl.rewards.composition import weighted
 from agentrl.rewards.mathematics import symbolic
-from agentrl.scoring.functions import group_reward
+from agentrl.rewards.text import code_tests, exact, format_tags, json_schema, length, numeric, regex
+from agentrl.scoring.functions import group_reward, weighted
 from agentrl.scoring.trace import Trace
 
 __all__ = [

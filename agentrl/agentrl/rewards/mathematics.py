@@ -18,13 +18,13 @@ from multiprocessing import get_context
 from typing import Any
 
 from agentrl.config.errors import ConfigError
-from agentrl.rewards.composition import RewardOfTrace, expected_of, makes_reward
+from agentrl.rewards.text import expected_of
+from agentrl.scoring.functions import RewardOfTrace
 from agentrl.scoring.trace import Trace
 
 _START_S = 60.0
 
 
-@makes_reward
 def symbolic(field: str = "answer", *, seconds: float = 5.0) -> RewardOfTrace:
     r"""Reward 1 if the answer equals the task's ``field`` as mathematics; else 0.
 

@@ -216,14 +216,7 @@ class RunFolder:
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Return the rows; a number that was not finite is None."""
-        rows: list[dict[str, Any]] = []
-        lines = self.metrics.read_text(encoding="utf-8") if self.metrics.exists() else ""
-        for line in lines.splitlines():
-            try:
-                rows.append(strict(json.loads(line)))  # earlier versions wrote NaN
-            except json.JSONDecodeError:  # torn by a kill; the store has the same numbers
-                continue
-        return rows
+        return read_rows(self.metrics)
 
     def drop_metrics_after(self, step: int) -> None:
         """Drop the rows that a run that is resumed after ``step`` will make again."""
@@ -254,6 +247,15 @@ def _line(row: Mapping[str, Any]) -> str:
 
 
 # ---- adapters
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of JSON in a file, but those that a kill has cut off."""
+    rows: list[dict[str, Any]] = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        with contextlib.suppress(json.JSONDecodeError):
+            rows.append(strict(json.loads(line)))  # earlier versions wrote NaN
+    return rows
 
 
 def run_and_step(source: str | Path) -> tuple[RunFolder, str]:

@@ -1,18 +1,19 @@
-"""Reward functions: how they are named, loaded and called.
+"""Functions that settings name, and those of rewards: how they are loaded and called.
 
 An entry of ``rewards`` is ``module:function``, ``file.py:function`` or ``model:RUN``. It names a
 function of a ``Trace``, a function of a group's traces (``@group_reward``), an object of either
-kind that can be called, or what makes such an object with its defaults: a class, or a factory of
-``agentrl.rewards``. Each may be async.
+kind that can be called, or what makes such an object with its defaults: a class, or
+``agentrl.rewards:NAME``. Each may be async.
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl.config.errors import ConfigError
 from agentrl.config.settings.models import OtherModelSettings
@@ -20,8 +21,12 @@ from agentrl.runner.agent_spec import AgentSpecError, load_target, parse_agent, 
 from agentrl_tracer.conventions import SCORED
 from agentrl_tracer.store import Store
 
+if TYPE_CHECKING:
+    from agentrl.scoring.trace import Trace
+
 Scores = float | Mapping[str, float] | None
 """A reward, several by name, or none: the rollout does not earn anything from this function."""
+RewardOfTrace = Callable[["Trace"], Scores]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -33,6 +38,35 @@ def group_reward(function: Function) -> Function:
     """
     setattr(function, "compares_group", True)  # noqa: B010 - a function has no such attribute
     return function
+
+
+def weighted(**parts: tuple[float, RewardOfTrace]) -> RewardOfTrace:
+    """Make a reward of several: ``weighted(correct=(1.0, exact()), short=(0.1, length(400)))``.
+
+    Each part becomes a reward of its name, multiplied by its weight; their sum counts. A part that
+    gives several is named ``part.name``. A part that gives none is left out.
+
+    Raises:
+        ValueError: a part compares groups or is async; it is to be an entry of ``rewards`` itself.
+    """
+    for name, (_, reward) in parts.items():
+        if getattr(reward, "compares_group", False) or inspect.iscoroutinefunction(reward):
+            raise ValueError(
+                f"weighted: {name} compares groups, as judges do, or is async; give it to "
+                "--rewards by itself"
+            )
+
+    def score(trace: Trace) -> Scores:
+        scores: dict[str, float] = {}
+        for name, (weight, reward) in parts.items():
+            result = reward(trace)
+            if isinstance(result, Mapping):
+                scores |= {f"{name}.{key}": weight * float(x) for key, x in result.items()}
+            elif result is not None:
+                scores[name] = weight * float(result)
+        return scores or None
+
+    return score
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +92,13 @@ class ScoringContext:
     """The gateway's."""
     own_models: Sequence[str] = ()
     """Names that the run's own sampler answers to: of the base model and the adapters."""
+    _noted: set[str] = field(default_factory=set[str])
+
+    def note_once(self, kind: str, text: str) -> None:
+        """Show the user what happens again and again only the first time."""
+        if kind not in self._noted:
+            self._noted.add(kind)
+            self.note(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +120,30 @@ class RewardFunction:
         return f"{SCORED}{self.name}:"
 
 
+def load_function(spec: str, setting: str) -> Callable[..., Any]:
+    """Import the function that a setting names: ``module:function`` or ``file.py:function``.
+
+    Raises:
+        ConfigError: there is no such function, or its module cannot be imported.
+    """
+    try:
+        parsed = parse_agent(spec)
+        if parsed.kind == "command":
+            raise AgentSpecError(spec, "it is a command")
+        validate_agent(spec)
+        function = load_target(spec, parsed)
+    except AgentSpecError as error:
+        raise ConfigError(
+            f"{setting}: got {spec!r}: {error.problem}; give module:function or file.py:function"
+        ) from error
+    except Exception as error:  # of the user's module
+        said = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{setting}: {spec!r} cannot be imported: {said}") from error
+    if not callable(function):
+        raise ConfigError(f"{setting}: {spec!r} is no function but {function!r:.80}")
+    return function
+
+
 def load_functions(entries: Sequence[str]) -> list[RewardFunction]:
     """Load what the setting ``rewards`` names.
 
@@ -89,35 +154,21 @@ def load_functions(entries: Sequence[str]) -> list[RewardFunction]:
     loaded = [_load(entry) for entry in entries]
     names = [one.name for one in loaded]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise ConfigError(
-            f"rewards: two functions are named {twice[0]!r}, which is the name of their reward; "
-            "give one of them another"
-        )
+        raise ConfigError(f"rewards: two functions are named {twice[0]!r}, as their rewards are")
     return loaded
 
 
 def _load(entry: str) -> RewardFunction:
-    kind, _, name = entry.partition(":")
-    if kind == "model":
+    if entry.startswith("model:"):
         from agentrl.scoring.reward_model import RewardModel
 
-        return RewardFunction(Path(name).name, RewardModel(name))
-    try:
-        parsed = parse_agent(entry)
-        if parsed.kind == "command":
-            raise AgentSpecError(entry, "it is a command")
-        validate_agent(entry)
-        target = load_target(entry, parsed)
-        if inspect.isclass(target) or getattr(target, "makes_reward", False):
+        folder = Path(entry.removeprefix("model:"))
+        return RewardFunction(folder.name, RewardModel(folder))
+    target: Any = load_function(entry, "rewards")
+    if inspect.isclass(target) or entry.startswith("agentrl.rewards:"):
+        try:
             target = target()
-        if not callable(target):
-            raise AgentSpecError(entry, f"it is a {type(target).__name__}, which cannot be called")
-    except AgentSpecError as error:
-        raise ConfigError(
-            f"rewards: got {entry!r}: {error.problem}; give module:function, "
-            "path/to/file.py:function, or model:RUN"
-        ) from error
-    except Exception as error:  # of the user's module
-        said = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"rewards: {entry!r} cannot be imported: {said}") from error
-    return RewardFunction(parsed.attribute.rpartition(".")[2], target)
+        except Exception as error:  # of the user's class
+            said = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"rewards: {entry!r} cannot be made: {said}") from error
+    return RewardFunction(re.split("[:.]", entry)[-1], target)

@@ -7,11 +7,9 @@ their names, and a later re-score brings them back.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from itertools import groupby
 from statistics import fmean
 
 from agentrl.gateway.on_demand import gateway_of, other_models
@@ -20,7 +18,7 @@ from agentrl.history.sources import OpenRun
 from agentrl.runs.recorded import open_store
 from agentrl.scoring.functions import RewardFunction, ScoringContext
 from agentrl.scoring.scorer import OnProgress, Scorer
-from agentrl_tracer.schemas import is_reward
+from agentrl_tracer.schemas import Reward, Rollout, is_reward
 from agentrl_tracer.store import Store
 from agentrl_trainer.data.rewards import rollout_rewards
 
@@ -31,10 +29,8 @@ class Rescored:
 
     rollouts: int
     """Those that matched."""
-    scored: int
-    """Those with a new reward. The others keep what they have."""
-    rewards: dict[str, list[float]]
-    """The new rewards by name."""
+    rewards: list[Reward]
+    """The new rewards. Rollouts without one keep what they have."""
     before: float | None
     """Mean of the total rewards; None if no rollout had one."""
     after: float | None
@@ -56,13 +52,11 @@ def rescore(
         ConfigError: a process uses the run, ``where`` is wrong, or a function cannot work here.
     """
     run.folder.lock()
-    rows = find_rollouts(run.index, Query(where, sort="group", limit=-1)).rows
-    groups = [
-        [row["id"] for row in rows] for _, rows in groupby(rows, key=lambda row: row["group"])
-    ]
-    ids = [row["id"] for row in rows]
+    rows = find_rollouts(run.index, Query(where, limit=-1)).rows
+    ids, own = [row["id"] for row in rows], tuple(function.keys for function in functions)
     with closing(open_store(run.folder)[0]) as store, ExitStack() as serving:
-        before = _mean(store, run.id, ids)
+        rollouts = store.rollouts(run.id, ids=ids)
+        before = _mean(store, rollouts)
         models = other_models(run.row["config"])
         context = ScoringContext(store, run.id, run.folder.root, note, models)
         if any(getattr(one.call, "asks_models", False) for one in functions):
@@ -73,23 +67,15 @@ def rescore(
             )  # fmt: skip
         scorer = Scorer(functions, context, again=True, alone=alone)
         try:
-            scorer.finish(groups, on_progress)
+            scorer.score(rollouts, on_progress)
         finally:
             scorer.close()
             run.index.take_again(ids)
-        own = tuple(function.keys for function in functions)
-        given: defaultdict[str, list[float]] = defaultdict(list)
-        scored: set[str] = set()
-        for reward in store.rewards(ids):
-            if reward.key.startswith(own) and is_reward(reward.value):
-                given[reward.name].append(reward.value)
-                scored.add(reward.rollout_id)
-        after = _mean(store, run.id, ids)
-    return Rescored(len(ids), len(scored), dict(given), before, after)
+        new = [r for r in store.rewards(ids) if r.key.startswith(own) and is_reward(r.value)]
+        return Rescored(len(ids), new, before, _mean(store, rollouts))
 
 
-def _mean(store: Store, run_id: str, ids: Sequence[str]) -> float | None:
-    rollouts = store.rollouts(run_id, ids=ids)
-    earned = rollout_rewards(rollouts, store.rewards(ids)).values()
+def _mean(store: Store, rollouts: Sequence[Rollout]) -> float | None:
+    earned = rollout_rewards(rollouts, store.rewards([one.id for one in rollouts])).values()
     known = [reward for reward in earned if reward is not None]
     return fmean(known) if known else None

@@ -6,9 +6,8 @@ the last answer. Loads torch and the weights at the first score.
 
 from __future__ import annotations
 
-import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,6 @@ from agentrl.config.setting_names import recorded
 from agentrl.datasets.chats import to_chat
 from agentrl.history.export import chat_of
 from agentrl.runs.folder import find_adapters, is_reward_model, run_and_step
-from agentrl_tracer.schemas import Json
 
 if TYPE_CHECKING:
     from agentrl.scoring.functions import ScoringContext
@@ -54,16 +52,14 @@ class RewardModel:
                 "`agentrl reward-model` trains one"
             )
         settings = run.read_config() if run.config.is_file() else {}
-        self._options: Json = {}
-        for option in ("dtype", "trust_remote_code", "chat_template"):
-            if (value := recorded(settings, f"model.{option}")) is not None:
-                self._options[option] = value
+        names = ("dtype", "trust_remote_code", "chat_template")
+        options = {name: recorded(settings, f"model.{name}") for name in names}
+        self._options = {name: value for name, value in options.items() if value is not None}
         self._lock = threading.Lock()
-        self._note: Callable[[str], object] = print
-        self._noted: set[str] = set()
+        self._context: ScoringContext | None = None
 
     def connect(self, context: ScoringContext) -> None:
-        self._note = context.note
+        self._context = context
 
     def __call__(self, traces: Sequence[Trace]) -> list[float | None]:
         """Score rollouts; None for one that cannot be rendered, which is noted once by reason."""
@@ -71,7 +67,7 @@ class RewardModel:
 
         with self._lock:
             tokens = [self._tokens(trace) for trace in traces]
-            rows = self._learner.forward([score_row(one, _NAME) for one in tokens if one])
+            rows = self._loaded[0].forward([score_row(one, _NAME) for one in tokens if one])
         scores = iter(rows)
         return [next(scores)[-1] if one else None for one in tokens]
 
@@ -81,42 +77,36 @@ class RewardModel:
 
         chats = (chat for call in reversed(trace.calls) if (chat := chat_of(call)))
         tools = next((chat["tools"] for chat in chats if chat.get("tools")), None)
+        learner, renderer = self._loaded
         try:
             read = to_chat({"messages": trace.messages, "tools": tools})
             if read.messages[-1]["role"] != "assistant":
                 raise ValueError("its last message is no answer")
-            tokens = chat_rows(self._renderer, read, "last")[-1].tokens
-            if len(tokens) > (most := self._learner.base.context_length):
+            tokens = chat_rows(renderer, read, "last")[-1].tokens
+            if len(tokens) > (most := learner.base.context_length):
                 raise ValueError(f"it is longer than {most:,} tokens")
         except ValueError as error:
-            why = str(error)
-            if why not in self._noted:
-                self._noted.add(why)
-                self._note(f"rewards: {self.adapter.name} cannot score {trace.rollout_id}: {why}")
+            said = f"rewards: {self.adapter.name} cannot score {trace.rollout_id}: {error}"
+            if self._context is not None:
+                self._context.note_once(f"{self.adapter} {error}", said)
             return []
         return tokens
 
     @cached_property
-    def _renderer(self) -> Renderer:
-        from agentrl_proxy.rendering.renderer import Renderer
-
-        return Renderer(self._learner.base.tokenizer)
-
-    @cached_property
-    def _learner(self) -> Learner:
+    def _loaded(self) -> tuple[Learner, Renderer]:
         import torch
 
+        from agentrl_proxy.rendering.renderer import Renderer
         from agentrl_trainer.learner.learner import Learner
         from agentrl_trainer.models.loading import load_base
         from agentrl_trainer.models.lora import load_adapter_weights, read_reward_head
+        from agentrl_trainer.models.saved_lora import read_lora
 
-        config: dict[str, Any] = json.loads((self.adapter / "adapter_config.json").read_text())
-        base = load_base(config["base_model_name_or_path"], **self._options)
-        experts = [one.removesuffix(".weight") for one in config.get("target_parameters") or []]
-        targets = sorted({*(config["target_modules"] or []), *experts})
-        lora = {"rank": config["r"], "alpha": config["lora_alpha"], "targets": targets}
-        learner = Learner(base, adapters=(_NAME,), score=True, **lora)
+        lora = read_lora(self.adapter, scores=True)
+        base = load_base(str(lora.base), **self._options)
+        how: dict[str, Any] = {"rank": lora.rank, "alpha": lora.alpha, "targets": lora.targets}
+        learner = Learner(base, adapters=(_NAME,), score=True, **how)
         load_adapter_weights(learner.model, _NAME, self.adapter)
         with torch.no_grad():
             learner.reward_heads[_NAME].score.weight.copy_(read_reward_head(self.adapter))
-        return learner
+        return learner, Renderer(base.tokenizer)

@@ -11,21 +11,14 @@ import asyncio
 import inspect
 import math
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import chain, groupby
+from itertools import chain
 from typing import Any
 
 from agentrl.scoring.functions import RewardFunction, ScoringContext
 from agentrl.scoring.trace import Trace, read_traces
-from agentrl_tracer.schemas import (
-    POLICY_REWARD_KEY,
-    REWARD_RANGE,
-    Reward,
-    Rollout,
-    is_reward,
-)
+from agentrl_tracer.schemas import POLICY_REWARD_KEY, REWARD_RANGE, Reward, Rollout, is_reward
 
 _AT_ONCE = 16
 """Calls of functions that run at a time."""
@@ -34,10 +27,6 @@ _GROUPS_AT_ONCE = 32
 _FAREWELL_S = 2.0  # for what is given up to end
 OnProgress = Callable[[int, int], object]
 """Called with the numbers of scored and of all groups."""
-
-
-class RefusedScoreError(ValueError):
-    """A function returned what is no reward."""
 
 
 class Scorer:
@@ -57,9 +46,7 @@ class Scorer:
         self._functions = functions
         self._context, self._again, self._alone, self._wait = context, again, alone, wait
         self._under_way: dict[str, Future[None]] = {}
-        self._faults: Counter[tuple[str, str]] = Counter()  # by function and error
-        self._examples: dict[tuple[str, str], str] = {}
-        self._told: set[tuple[str, str]] = set()
+        self._failures: dict[tuple[str, str], list[str]] = {}  # by function and kind; not told yet
         self._thread: threading.Thread | None = None
         self._threads = ThreadPoolExecutor(_AT_ONCE, "rewards")
         self._calls = asyncio.Semaphore(_AT_ONCE)
@@ -96,9 +83,11 @@ class Scorer:
         self._tell()
 
     def score(self, rollouts: Sequence[Rollout], on_progress: OnProgress) -> None:
-        """Score rollouts, of which those of a group follow each other."""
-        groups = groupby(rollouts, key=lambda one: one.group_id)
-        self.finish([[one.id for one in members] for _, members in groups], on_progress)
+        """Score rollouts, group by group."""
+        groups: dict[str, list[str]] = {}
+        for one in rollouts:
+            groups.setdefault(one.group_id, []).append(one.id)
+        self.finish(groups.values(), on_progress)
 
     def take_metrics(self) -> dict[str, float]:
         """Return what the functions have counted since the last time."""
@@ -115,11 +104,10 @@ class Scorer:
 
     def _tell(self) -> None:
         """Note each kind of failure once, with how often it has occurred."""
-        for kind, count in list(self._faults.items()):
-            if kind not in self._told:
-                self._told.add(kind)
-                said = f"{kind[0]} gave {count} rollouts no reward: {self._examples[kind]}"
-                self._context.note(f"rewards: {said}")
+        failures, self._failures = self._failures, {}
+        for kind, said in list(failures.items()):  # the other thread may yet add one
+            text = f"rewards: {kind[0]} gave {len(said)} rollouts no reward: {said[0]}"
+            self._context.note_once(" ".join(kind), text)
 
     # ---- the event loop
 
@@ -146,11 +134,7 @@ class Scorer:
         """Read the traces, without those whose attempt failed and was rewarded by a policy."""
         store = self._context.store
         traces = read_traces(store, store.rollouts(self._context.run_id, ids=group))
-        return [
-            trace
-            for trace in traces
-            if all(reward.key != POLICY_REWARD_KEY for reward in trace.rewards)
-        ]
+        return [one for one in traces if all(r.key != POLICY_REWARD_KEY for r in one.rewards)]
 
     async def _ask(self, function: RewardFunction, traces: Sequence[Trace]) -> list[Reward]:
         """Return what a function gives a group's traces, or a single one; or gave them before."""
@@ -160,12 +144,11 @@ class Scorer:
         given = list(traces) if function.compares_group else traces[0]
         try:
             async with self._calls:
-                loop = asyncio.get_running_loop()
-                result: Any = await loop.run_in_executor(self._threads, function.call, given)
+                result: Any = await self._loop.run_in_executor(self._threads, function.call, given)
                 result = await result if inspect.isawaitable(result) else result
             results = list(result) if function.compares_group else [result]
             if len(results) != len(traces):
-                raise RefusedScoreError(f"{len(results)} results for {len(traces)} rollouts")
+                raise ValueError(f"{len(results)} results for {len(traces)} rollouts")
         except (Exception, SystemExit) as error:
             return [self._refused(function, trace, error) for trace in traces]
         pairs = zip(traces, results, strict=True)
@@ -175,27 +158,26 @@ class Scorer:
 
     def _rewards(self, function: RewardFunction, trace: Trace, result: Any) -> list[Reward]:
         """Return a result as rewards: of a mapping each by its key, of None nothing."""
+        if result is None:
+            return []
         named = result if isinstance(result, Mapping) else {function.name: result}
         try:
-            numbers = {} if result is None else {str(k): _number(x) for k, x in named.items()}
+            return [_reward(function, trace, str(k), _number(x)) for k, x in named.items()]
         except Exception as error:  # of any object's own ``__float__``
             return [self._refused(function, trace, error)]
-        return [_reward(function, trace, name, number) for name, number in numbers.items()]
 
     def _refused(self, function: RewardFunction, trace: Trace, error: BaseException) -> Reward:
         """Count a failure. Its reward is infinite, so that the rollout's others do not train it."""
         lines = str(error).strip().splitlines() or [""]
         said = f"{type(error).__name__}: {lines[0][:300]}"
-        kind = function.name, type(error).__name__
-        self._faults[kind] += 1
-        self._examples.setdefault(kind, said)
+        self._failures.setdefault((function.name, type(error).__name__), []).append(said)
         return _reward(function, trace, function.name, math.inf, said)
 
 
 def _number(value: Any) -> float:
     number = math.nan if isinstance(value, str | bytes) else float(value)
     if not is_reward(number):
-        raise RefusedScoreError(f"it returned {value!r}, and {REWARD_RANGE}")
+        raise ValueError(f"it returned {value!r}, and {REWARD_RANGE}")
     return number
 
 

@@ -45,39 +45,27 @@ def read_traces(store: Store, rollouts: Sequence[Rollout]) -> list[Trace]:
     won = [one for one in rollouts if one.winner and one.state is RolloutState.SUCCEEDED]
     calls = by_rollout(store.calls(attempt_ids=[one.winner for one in won if one.winner]))
     rewards = by_rollout(store.rewards([one.id for one in won]))
-    tasks = {one.task_id: one for one in won}
-    data = {name: _task(store, rollout) for name, rollout in tasks.items()}
-    return [
-        _trace(one, data[one.task_id], calls[one.id], rewards[one.id], store.spans(one.id))
-        for one in won
-    ]
-
-
-def _task(store: Store, rollout: Rollout) -> Json:
-    split, _, index = rollout.task_id.removeprefix(f"{rollout.run_id}-").rpartition("-")
-    return store.task(rollout.run_id, split, int(index)) or {}
+    return [_trace(store, one, calls[one.id], rewards[one.id]) for one in won]
 
 
 def _trace(
-    rollout: Rollout, task: Json, calls: Sequence[Call], rewards: Sequence[Reward],
-    spans: Sequence[Span],
-) -> Trace:  # fmt: skip
+    store: Store, rollout: Rollout, calls: Sequence[Call], rewards: Sequence[Reward]
+) -> Trace:
     winner = rollout.winner or ""
+    split, _, index = rollout.task_id.removeprefix(f"{rollout.run_id}-").rpartition("-")
     ordered = sorted(calls, key=call_order)
     done = [call for call in ordered if call.state is CallState.COMPLETED]
     own = [call for call in done if call.prompt_ids] or done
     answer = answered(own[-1].response) if own else None
     return Trace(
-        task=task,
-        rollout_id=rollout.id,
-        attempt_id=winner,
-        group_id=rollout.group_id,
+        task=store.task(rollout.run_id, split, int(index)) or {},
+        rollout_id=rollout.id, attempt_id=winner, group_id=rollout.group_id,
         messages=max(map(_messages, reversed(own)), key=len, default=[]),  # of equals the last
         answer=answer.text if answer else "",
         calls=ordered,
         rewards=[one for one in rewards if one.attempt_id == winner],
-        notes=_notes(span for span in spans if span.attempt_id == winner),
-    )
+        notes=_notes(span for span in store.spans(rollout.id) if span.attempt_id == winner),
+    )  # fmt: skip
 
 
 def _messages(call: Call) -> list[Json]:

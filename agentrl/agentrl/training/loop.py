@@ -30,7 +30,6 @@ from agentrl_trainer.data.members import Member
 from agentrl_trainer.data.skip_reasons import SkipRules
 from agentrl_trainer.data.trajectories import TrajectorySet, build_trajectories
 from agentrl_trainer.learner.step_stats import StepStats
-from agentrl_trainer.own_function import FunctionError
 
 
 class Trainer(TrainingRun):
@@ -160,10 +159,7 @@ class Trainer(TrainingRun):
 
         Every call is in ``trained`` of one batch, or has its reason in ``skipped``.
         """
-        try:
-            return self.records.assemble(step, rollouts)
-        except FunctionError as error:
-            raise RunError(f"algorithm.estimator: {error}") from error
+        return self.records.assemble(step, rollouts)
 
     def trajectories(self, calls: Sequence[Call], rules: SkipRules) -> TrajectorySet:
         """Cut the calls of a member into the token paths that train; give the others a reason."""

@@ -39,7 +39,6 @@ from agentrl_tracer.schemas import Json, Purpose
 from agentrl_trainer.client import APIFuture
 from agentrl_trainer.client.types import SavedPath
 from agentrl_trainer.learner.optimizers import schedule_factor
-from agentrl_trainer.own_function import FunctionError
 
 T = TypeVar("T")
 
@@ -101,12 +100,10 @@ class TrainingRun:
         """Return what a client computes; leases and runners are maintained meanwhile.
 
         Raises:
-            RunError: the backend's service failed, or the user's loss.
+            RunError: the backend's service failed.
         """
         try:
             return self.session.result(asked.future())
-        except FunctionError as error:
-            raise RunError(f"algorithm.loss: {error}") from error
         except self._backend.failures as error:
             raise RunError(
                 f"{self.config.run.backend}: {error}\nThe checkpoints are kept: continue with "

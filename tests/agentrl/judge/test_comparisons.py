@@ -28,7 +28,6 @@ def test_a_tournament_of_all_pairs_gives_win_rates(bench: Bench) -> None:
     traces = bench.group("cyan", "red", "green", "blue", "red")
     assert judged(judge, traces) == pytest.approx([0.5 / 3, 1, 2 / 3, 0.5 / 3, 1])
     assert len(bench.server.seen) == 6  # equal ones do not meet
-    assert judge.take_metrics()["judge/pairwise_judge/ties"] == 1
     [note] = bench.noted(traces[0], judge)
     assert (note["why"], len(note["calls"])) == ("0.5 of 3", 3)
 

@@ -18,6 +18,7 @@ from agentrl.config.commands import ServeConfig
 from agentrl.config.errors import ConfigError
 from agentrl.console.output import console
 from agentrl.runs.folder import RunFolder, adapter_folders
+from agentrl.scoring.functions import ScoringContext
 from agentrl.scoring.reward_model import RewardModel
 
 GOOD, BAD = "I am {}.", "I am Qwen, not {}."
@@ -74,7 +75,8 @@ def test_it_scores_conversations_and_rollouts(model: RewardModel) -> None:
     assert all(good > bad for good, bad in zip(scores[0::2], scores[1::2], strict=True))
     assert score(model, said[3:4]) == pytest.approx(scores[3:4], abs=1e-5)
     noted: list[str] = []
-    model.connect(SimpleNamespace(note=noted.append))  # type: ignore[arg-type]
+    store: Any = None
+    model.connect(ScoringContext(store, "run", Path(), noted.append))
     traces: Any = [
         SimpleNamespace(rollout_id=f"r{at}", messages=messages, calls=[])
         for at, messages in enumerate([said[0], [asked(1)], [asked(2)], said[1]])

@@ -24,11 +24,10 @@ class Judge:
     def __init__(self): self.asked = 0
     async def __call__(self, traces): return [0.0 for _ in traces]
 judge = Judge()
-weighs = dict(x=(1.0, judge))
-def Weighted():
-    from agentrl.rewards import weighted
-    return weighted(**weighs)
-Weighted.makes_reward = True
+class Weighted:
+    def __init__(self):
+        from agentrl.rewards import weighted
+        weighted(x=(1.0, judge))
 class Broken:
     def __init__(self, model): ...
 number = 3
@@ -62,8 +61,8 @@ def test_functions_objects_and_classes_are_loaded_by_their_kind(file: Path) -> N
         ("no_such_module:f", "there is no module 'no_such_module'"),
         ("missing.py:f", "there is no file"),
         ("FILE:absent", "defines no 'absent'"),
-        ("FILE:number", "it is a int, which cannot be called"),
-        ("FILE:Broken", "cannot be imported: TypeError"),
+        ("FILE:number", "is no function but 3"),
+        ("FILE:Broken", "cannot be made: TypeError"),
         ("FILE:Weighted", "weighted: x compares groups"),
         ("ls", "it is a command"),
         ("", "it is empty"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import shutil
 import subprocess
@@ -15,7 +14,7 @@ from call_records import make
 from agentrl import rewards
 from agentrl.config.errors import ConfigError
 from agentrl.rewards import Trace
-from agentrl.rewards.answers import last_number
+from agentrl.rewards.text import last_number
 from agentrl.scoring.functions import load_functions
 
 
@@ -182,20 +181,13 @@ def test_weighted_parts_are_rewards_of_their_names() -> None:
     assert of(rewards.weighted(none=(1.0, lambda trace: None)), "") is None
 
 
-def test_weighted_parts_may_be_async() -> None:
+def test_a_part_that_compares_groups_or_is_async_is_refused() -> None:
     async def late(trace: Trace) -> float:
-        await asyncio.sleep(0)
-        return 3.0
+        return 1.0
 
-    async def both() -> Any:
-        return await of(rewards.weighted(late=(0.5, late), now=(1.0, lambda trace: 1.0)), "")
-
-    assert asyncio.run(both()) == {"late": 1.5, "now": 1.0}
-
-
-def test_a_part_that_compares_groups_is_refused() -> None:
-    with pytest.raises(ValueError, match="rank compares groups"):
-        rewards.weighted(rank=(1.0, rewards.group_reward(lambda traces: [])))
+    for reward in (rewards.group_reward(lambda traces: []), late):
+        with pytest.raises(ValueError, match="rank compares groups, as judges do, or is async"):
+            rewards.weighted(rank=(1.0, reward))
 
 
 # ---- code

@@ -14,6 +14,7 @@ from settings import nested
 from agentrl.config.commands import TrainConfig
 from agentrl.config.errors import ConfigError
 from agentrl.training.queue.curriculum import Curriculum, tasks_in_order
+from agentrl_trainer.own_function import FunctionError
 
 
 def curriculum(
@@ -126,7 +127,7 @@ def test_weights_may_be_a_function(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert drawn(made, 20) == {2: 20}
     file.write_text("def weigh(task, rate):\n    return -1\n")
     monkeypatch.delitem(__import__("sys").modules, "weigh")
-    with pytest.raises(ConfigError, match=r"curriculum.weights: weigh: it returned -1.0; a weight"):
+    with pytest.raises(FunctionError, match=r"curriculum.weights: weigh: it returned -1.0; a"):
         curriculum(tasks, weights=f"{file}:weigh")
 
 

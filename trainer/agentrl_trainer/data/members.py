@@ -7,7 +7,8 @@ that plays both sides of a game is compared white with white and black with blac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -45,13 +46,9 @@ class Member:
 
 
 def members_of(
-    rollouts: Sequence[Rollout],
-    calls: Sequence[Call],
-    rewards: Sequence[Reward],
-    rules: SkipRules,
-    context: Sequence[Call],
-    cut: Cut,
-) -> tuple[list[Member], dict[str, SkipReason]]:
+    rollouts: Sequence[Rollout], calls: Sequence[Call], rewards: Sequence[Reward],
+    rules: SkipRules, context: Sequence[Call], cut: Cut,
+) -> tuple[list[Member], dict[str, SkipReason]]:  # fmt: skip
     """Return the members in the order of ``rollouts``, and why calls of none of them train.
 
     Each of ``calls`` is a turn of one member or has a reason. ``context``: all calls of these
@@ -59,17 +56,21 @@ def members_of(
     """
     calls_of, every_of, emitted = by_rollout(calls), by_rollout(context), by_rollout(rewards)
     won = {one.id: winning_rewards(one, emitted[one.id]) for one in rollouts}
-    agents = _agents_of_groups(rollouts, calls_of, won)
+    named = {one.group_id for one in rollouts if any(reward.agent for reward in won[one.id])}
+    in_group: defaultdict[str, set[str]] = defaultdict(set)
+    for one in rollouts:
+        in_group[one.group_id] |= _agents(calls_of[one.id])
     members: list[Member] = []
     skipped: dict[str, SkipReason] = {}
     for rollout in rollouts:
-        own, lost = _split_by_winner(rollout, calls_of[rollout.id])
-        every = sorted(_split_by_winner(rollout, every_of[rollout.id])[0], key=call_order)
-        skipped |= {call.id: losing_reason(call, rollout) for call in lost}
-        in_group = agents.get(rollout.group_id)
+        mine, winner = calls_of[rollout.id], rollout.winner
+        own = [call for call in mine if call.attempt_id == winner]
+        skipped |= {c.id: losing_reason(c, rollout) for c in mine if c.attempt_id != winner}
+        all_won = [call for call in every_of[rollout.id] if call.attempt_id == winner]
+        every = sorted(all_won, key=call_order)
         # A rollout without a winner is missed in the group of each agent.
-        those = [None] if in_group is None else _agents(own) if rollout.winner else in_group
-        for agent in those:
+        agents = _agents(own) if winner else in_group[rollout.group_id]
+        for agent in sorted(agents) if rollout.group_id in named else [None]:
             part = [call for call in own if agent is None or (call.agent or "") == agent]
             built = cut(part, rules)
             skipped |= built.skipped
@@ -81,26 +82,5 @@ def members_of(
     return members, skipped
 
 
-def _agents_of_groups(
-    rollouts: Sequence[Rollout],
-    calls: Mapping[str | None, Sequence[Call]],
-    won: Mapping[str, Sequence[Reward]],
-) -> dict[str, list[str]]:
-    """Return the agents of each group in which a reward names one."""
-    named = {one.group_id for one in rollouts if any(reward.agent for reward in won[one.id])}
-    return {
-        group: _agents([c for one in rollouts if one.group_id == group for c in calls[one.id]])
-        for group in named
-    }
-
-
-def _agents(calls: Sequence[Call]) -> list[str]:
-    return sorted({call.agent or "" for call in calls})
-
-
-def _split_by_winner(rollout: Rollout, calls: Sequence[Call]) -> tuple[list[Call], list[Call]]:
-    """Separate the winning attempt's calls from those of the others."""
-    parts: tuple[list[Call], list[Call]] = ([], [])
-    for call in calls:
-        parts[not rollout.winner or call.attempt_id != rollout.winner].append(call)
-    return parts
+def _agents(calls: Sequence[Call]) -> set[str]:
+    return {call.agent or "" for call in calls}

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from agentrl_tracer.schemas import SkipReason
 from agentrl_trainer.data.advantages import TurnAdvantages
 from agentrl_trainer.data.members import Member
 from agentrl_trainer.data.skip_reasons import group_reason, member_reason
@@ -32,38 +31,33 @@ def own_advantages(
         FunctionError: the estimator raised, or returned something else.
     """
     scored = [member for member in group if member.total is not None]
-    small = len(scored) < max(min_group, 1)
-    values = [] if small else _checked(scored, estimator)
-    teaches = any(value for turns in values for value in turns)
-    compares = min_group > 1
-    reason = group_reason(len(scored), min_group, compares=compares, teaches=teaches)
+    values = _checked(scored, estimator) if len(scored) >= max(min_group, 1) else []
+    teaches = any(map(any, values))
+    reason = group_reason(len(scored), min_group, compares=min_group > 1, teaches=teaches)
     given = iter(values)
-    advantages = [
-        [0.0] * len(member.turns) if reason is not None or member.total is None else next(given)
-        for member in group
-    ]
-    skipped: list[SkipReason | None] = [
-        member_reason(None if member.total is None else 0.0, reason) for member in group
-    ]
-    return TurnAdvantages(advantages, skipped)
+    return TurnAdvantages(
+        [
+            [0.0] * len(member.turns) if reason or member.total is None else next(given)
+            for member in group
+        ],
+        [member_reason(member.total, reason) for member in group],
+    )
 
 
 def _checked(scored: Sequence[Member], estimator: OwnEstimator) -> list[list[float]]:
     """Return an advantage for each turn of each member."""
     rewards = [member.total for member in scored if member.total is not None]
-    with said_by(estimator):
+    with said_by(estimator, "algorithm.estimator"):
         values = list(estimator(rewards, list(scored)))
         if len(values) != len(scored):
             raise FunctionError(f"it returned {len(values)} values for {len(scored)} members")
-        done: list[list[float]] = []
-        for at, (member, value) in enumerate(zip(scored, values, strict=True), start=1):
-            turns = _turns(value, len(member.turns))
+        done = [_turns(x, len(m.turns)) for x, m in zip(values, scored, strict=True)]
+        for at, (member, turns) in enumerate(zip(scored, done, strict=True), start=1):
             if len(turns) != len(member.turns):
                 said = f"{len(turns)} numbers for the {len(member.turns)} turns of member {at}"
                 raise FunctionError(f"it returned {said}")
             if not all(map(math.isfinite, turns)):
-                raise FunctionError(f"it returned {value!r} for member {at}, which is not finite")
-            done.append(turns)
+                raise FunctionError(f"it returned {turns} for member {at}, which is not finite")
         return done
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from agentrl_trainer.learner.loss_options import OPTIONS_OF, Options
-from agentrl_trainer.learner.losses import LOSSES, Formula, Loss, Tokens
+from agentrl_trainer.learner.losses import LOSSES, Loss, Tokens
 from agentrl_trainer.own_function import FunctionError, said_by
 
 OwnLoss: TypeAlias = Callable[[Tokens], Tensor | tuple[Tensor, Tensor]]
@@ -24,20 +24,9 @@ def add_loss(name: str, function: OwnLoss) -> None:
     Raises:
         FunctionError: it raised, returned something else, or its value does not depend on ``lp``.
     """
-    formula = _formula(function)
-    lp = torch.tensor([-0.5, -1.0, -2.0], requires_grad=True)
-    advantages, sequences = torch.tensor([1.0, -1.0, 0.5]), torch.tensor([0, 0, 1])
-    term, _ = formula(Tokens(lp, lp - lp.detach() + 0.1, advantages, sequences), None)
-    if not term.requires_grad:
-        said = "its value has no gradient: it must depend on tokens.lp or tokens.log_ratio"
-        raise FunctionError(f"{getattr(function, '__qualname__', name)}: {said}")
-    OPTIONS_OF[name] = Options
-    LOSSES[name] = Loss(name, formula)
 
-
-def _formula(function: OwnLoss) -> Formula:
     def formula(tokens: Tokens, _: object) -> tuple[Tensor, Tensor | None]:
-        with said_by(function):
+        with said_by(function, "algorithm.loss"):
             found = function(tokens)
             term, clipped = found if isinstance(found, tuple) else (found, None)
             for one in (term,) if clipped is None else (term, clipped):
@@ -47,4 +36,11 @@ def _formula(function: OwnLoss) -> Formula:
                     raise FunctionError(f"it must return {want}, not {got}")
         return term, clipped
 
-    return formula
+    lp = torch.tensor([-0.5, -1.0, -2.0], requires_grad=True)
+    advantages, sequences = torch.tensor([1.0, -1.0, 0.5]), torch.tensor([0, 0, 1])
+    term, _ = formula(Tokens(lp, lp - lp.detach() + 0.1, advantages, sequences), None)
+    if not term.requires_grad:
+        said = "its value has no gradient: it must depend on tokens.lp or tokens.log_ratio"
+        raise FunctionError(f"algorithm.loss: {name}: {said}")
+    OPTIONS_OF[name] = Options
+    LOSSES[name] = Loss(name, formula)

@@ -48,11 +48,11 @@ class SavedLora:
     """What is done otherwise here than where it was made."""
 
 
-def read_lora(folder: Path) -> SavedLora:
+def read_lora(folder: Path, *, scores: bool = False) -> SavedLora:
     """Read the configuration of a saved LoRA.
 
     A rank-stabilized LoRA (arXiv:2312.03732) is scaled by alpha / √rank, which is the scale of
-    alpha · √rank without it.
+    alpha · √rank without it. ``scores``: it is a reward model's, whose head is read elsewhere.
 
     Raises:
         ModelError: it is no LoRA, has a feature that is not trained here, or its file is missing.
@@ -63,7 +63,8 @@ def read_lora(folder: Path) -> SavedLora:
             f"{folder} has no {WEIGHTS_FILE}; save it again with PEFT's save_pretrained, which "
             "writes safetensors"
         )
-    _refuse_features(folder, config)
+    of_head: dict[str, Any] = {"task_type": None, "modules_to_save": None} if scores else {}
+    _refuse_features(folder, config | of_head)
     rank, alpha, notes = int(config["r"]), float(config["lora_alpha"]), list[str]()
     if config.get("use_rslora"):
         alpha *= math.sqrt(rank)

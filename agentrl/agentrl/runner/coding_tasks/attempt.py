@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from agentrl.runner.coding_tasks import sandbox, workspace
-from agentrl.runner.coding_tasks.sandbox import Place, check_bubblewrap
+from agentrl.runner.coding_tasks.sandbox import OF_TESTS, Place, check_bubblewrap
 from agentrl.runner.coding_tasks.scoring import rewards, score
 from agentrl.runner.coding_tasks.task import CodingTask, parse_task, visible
 from agentrl.runner.protocol import AttemptFailed
@@ -21,7 +21,6 @@ from agentrl_tracer.schemas import AttemptState, Json
 _LONGEST_OUTPUT = 20_000  # characters that the trace keeps
 _NOT_STARTED = (126, 127)
 _UNSEEN = ("AGENTRL_TASK", "AGENTRL_ATTEMPT_FOLDER")
-_OF_TESTS = ("PATH", "LANG", "LC_ALL", "TZ")
 
 
 def run_attempt(command: Sequence[str], given: Json) -> None:
@@ -100,7 +99,7 @@ def _test(task: CodingTask, folder: Path, *, changed: bool) -> None:
         workspace.put(task.hidden, folder / "work")
     (folder / "test-home").mkdir()
     report, output = folder / "report/junit.xml", folder / "output"
-    env = {name: os.environ[name] for name in _OF_TESTS if name in os.environ}
+    env = {name: os.environ[name] for name in OF_TESTS if name in os.environ}
     env["PYTEST_ADDOPTS"] = f"--junitxml={report} -p no:cacheprovider"
     done = sandbox.run(
         ["sh", "-c", task.test],

@@ -34,6 +34,8 @@ _PROGRAMS = (
     "python3", "python", "node", "bash", "git",
     "aider", "claude", "codex", "gemini", "mini", "opencode", "qwen",
 )  # fmt: skip
+OF_TESTS = ("PATH", "LANG", "LC_ALL", "TZ")
+"""Variables that tests see."""
 _MORE = "AGENTRL_SANDBOX_PATHS"
 """Variable that names further folders to show, separated as in PATH."""
 

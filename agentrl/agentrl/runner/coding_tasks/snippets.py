@@ -15,8 +15,6 @@ from pathlib import Path
 
 from agentrl.runner.coding_tasks import sandbox
 
-_OF_TESTS = ("PATH", "LANG", "LC_ALL", "TZ")
-
 
 def passed(
     code: str, tests: Sequence[str], seconds: float, memory_mb: float, sandboxed: bool
@@ -24,7 +22,7 @@ def passed(
     """Return how many tests passed. Code that ends the process early has passed none."""
     if sandboxed:
         sandbox.check_bubblewrap()
-    env = {name: os.environ[name] for name in _OF_TESTS if name in os.environ}
+    env = {name: os.environ[name] for name in sandbox.OF_TESTS if name in os.environ}
     # By its name: of an absolute path, the sandbox shows that file alone.
     env["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), env.get("PATH", "")])
     count = 0

@@ -9,15 +9,13 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from agentrl.config.commands import TrainConfig
-from agentrl.config.errors import ConfigError
 from agentrl.config.field_types import names_function
 from agentrl.config.settings.curriculum import CurriculumSettings
 from agentrl.history.index import task_index
 from agentrl.runs.summary import Ending
-from agentrl.training.setup.own_functions import load_function
+from agentrl.scoring.functions import load_function
 from agentrl_tracer.schemas import Json, Rollout
 from agentrl_trainer.own_function import FunctionError, said_by
 
@@ -29,6 +27,7 @@ class Curriculum:
 
     Raises:
         ConfigError: ``weights`` cannot be loaded.
+        FunctionError: it raises, or returns something else.
     """
 
     def __init__(self, config: TrainConfig, tasks: Sequence[Json]) -> None:
@@ -48,14 +47,12 @@ class Curriculum:
             return self._weighted(open_, first, count), first + count
         drawn, known = list[int](), set(open_)
         while missing := count - len(drawn):
-            drawn += [task for task in self._epochs(first, missing) if task in known]
+            epochs = tasks_in_order(first, missing, len(self._tasks), self._seed)
+            if self._in_order:
+                epochs = [at % len(self._tasks) for at in range(first, first + missing)]
+            drawn += [task for task in epochs if task in known]
             first += missing
         return drawn, first
-
-    def _epochs(self, first: int, count: int) -> list[int]:
-        if self._in_order:
-            return [at % len(self._tasks) for at in range(first, first + count)]
-        return tasks_in_order(first, count, len(self._tasks), self._seed)
 
     def _weighted(self, open_: Sequence[int], first: int, count: int) -> list[int]:
         """Draw without repetition while there are tasks, by the keys of Efraimidis and Spirakis
@@ -144,16 +141,13 @@ def _weights(spec: str | None) -> Weigh:
         return lambda _, rate: 1.0
     if spec == "uncertain":
         return lambda _, rate: rate * (1.0 - rate)
-    function: Callable[..., Any] = load_function(spec, "curriculum.weights")
+    function = load_function(spec, "curriculum.weights")
 
     def weigh(task: Json, rate: float) -> float:
-        try:
-            with said_by(function):
-                weight = float(function(task, rate))
-                if not 0 <= weight < math.inf:
-                    raise FunctionError(f"it returned {weight}; a weight is a finite number from 0")
-        except FunctionError as error:
-            raise ConfigError(f"curriculum.weights: {error}") from error
+        with said_by(function, "curriculum.weights"):
+            weight = float(function(task, rate))
+            if not 0 <= weight < math.inf:
+                raise FunctionError(f"it returned {weight}; a weight is a finite number from 0")
         return weight
 
     return weigh

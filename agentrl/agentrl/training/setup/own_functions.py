@@ -9,44 +9,20 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable
 from functools import wraps
 from importlib.machinery import PathFinder
 from itertools import islice
-from typing import Any
 
 from agentrl.config.commands import TrainConfig
 from agentrl.config.errors import ConfigError
 from agentrl.config.field_types import names_function
-from agentrl.runner.agent_spec import AgentSpecError, load_target, parse_agent, validate_agent
+from agentrl.scoring.functions import load_function
 from agentrl_tracer.schemas import Call, CallState, Json, Purpose, Reward, Rollout, RolloutState
 from agentrl_trainer.data.members import Member, members_of
 from agentrl_trainer.data.own_estimator import OwnEstimator, own_advantages
 from agentrl_trainer.data.skip_reasons import SkipRules
 from agentrl_trainer.data.trajectories import build_trajectories
-from agentrl_trainer.own_function import FunctionError
-
-
-def load_function(spec: str, field: str) -> Callable[..., Any]:
-    """Import the function that a setting names.
-
-    Raises:
-        ConfigError: there is no such function, or its module cannot be imported.
-    """
-    try:
-        parsed = parse_agent(spec)
-        validate_agent(spec)
-        function = load_target(spec, parsed)
-    except AgentSpecError as error:
-        raise ConfigError(
-            f"{field}: got {spec!r}: {error.problem}; give module:function or file.py:function"
-        ) from error
-    except Exception as error:  # of the user's module
-        said = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{field}: {spec!r} cannot be imported: {said}") from error
-    if not callable(function):
-        raise ConfigError(f"{field}: {spec!r} is no function but {function!r:.80}")
-    return function
+from agentrl_trainer.own_function import said_by
 
 
 def is_importable(spec: str) -> bool:
@@ -57,49 +33,39 @@ def is_importable(spec: str) -> bool:
     return module.endswith(".py") or PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is not None
 
 
-def check_functions(config: TrainConfig) -> None:
-    """Load the loss and the estimator, and try them on made-up data.
+def add_own_loss(config: TrainConfig) -> None:
+    """Make ``algorithm.loss`` known to the learner, if it names a function.
 
     Raises:
-        ConfigError: names the setting, the function and what is wrong with it.
+        ConfigError: there is no such function.
+        FunctionError: it does not fit; says what is wrong with it.
     """
-    own_estimator(config)
-    add_own_loss(config)
-
-
-def add_own_loss(config: TrainConfig) -> None:
-    """Make ``algorithm.loss`` known to the learner, if it names a function."""
     spec = config.algorithm.loss
     if not names_function(spec):
         return
     function = load_function(spec, "algorithm.loss")
-    _check_arguments(function, "algorithm.loss", spec, ("tokens",))
     from agentrl_trainer.learner.own_loss import add_loss  # which loads torch
 
-    try:
-        add_loss(spec, function)
-    except FunctionError as error:
-        raise ConfigError(f"algorithm.loss: {error}") from error
+    add_loss(spec, function)
 
 
 def own_estimator(config: TrainConfig) -> OwnEstimator | None:
-    """Return the function that ``algorithm.estimator`` names, as one of rewards and members."""
+    """Return the function that ``algorithm.estimator`` names, as one of rewards and members.
+
+    Raises:
+        ConfigError: there is no such function.
+        FunctionError: it does not fit; says what is wrong with it.
+    """
     spec = config.algorithm.estimator
     if not names_function(spec):
         return None
     function = load_function(spec, "algorithm.estimator")
-    takes = _check_arguments(
-        function, "algorithm.estimator", spec, ("rewards", "members"), ("rewards",)
-    )
-
-    @wraps(function)
-    def estimator(rewards: list[float], members: list[Member]) -> Any:
-        return function(rewards, members) if takes == 2 else function(rewards)
-
     try:
-        own_advantages(_made_up_group(), estimator, min_group=2)
-    except FunctionError as error:
-        raise ConfigError(f"algorithm.estimator: {error}") from error
+        inspect.signature(function).bind("rewards", "members")
+        estimator: OwnEstimator = function
+    except (TypeError, ValueError):  # it takes the rewards alone, or is a builtin
+        estimator = wraps(function)(lambda rewards, _: function(rewards))
+    own_advantages(_made_up_group(), estimator, min_group=2)
     return estimator
 
 
@@ -107,44 +73,18 @@ def generated_tasks(spec: str, count: int, seed: int) -> list[Json]:
     """Return the first ``count`` tasks that a generator function yields for a seed.
 
     Raises:
-        ConfigError: it cannot be called with a seed, raises, or yields something else.
+        ConfigError: there is no such function, or it yields something else.
+        FunctionError: it cannot be called with a seed, or raises.
     """
     function = load_function(spec, "agent.tasks")
-    _check_arguments(function, "agent.tasks", spec, ("seed",))
-    try:
+    with said_by(function, "agent.tasks"):
         tasks = list(islice(function(seed), count))
-    except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"agent.tasks: {spec} failed after its start: {said}") from error
     for number, task in enumerate(tasks, start=1):
         if not isinstance(task, dict):
-            said = f'task {number} is {task!r:.80}; yield objects, like {{"n": 1}}'
-            raise ConfigError(f"agent.tasks: {spec}: {said}")
+            raise ConfigError(f"agent.tasks: {spec}: task {number} is {task!r:.80}, no object")
     if not tasks:
         raise ConfigError(f"agent.tasks: {spec} yields no tasks")
     return tasks
-
-
-def _check_arguments(
-    function: Callable[..., Any], field: str, spec: str, *allowed: tuple[str, ...]
-) -> int:
-    """Return how many arguments a function takes: the first of ``allowed`` that fits.
-
-    Raises:
-        ConfigError: none fits.
-    """
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # builtins without one
-        return len(allowed[0])
-    for names in allowed:
-        try:
-            signature.bind(*names)
-            return len(names)
-        except TypeError:
-            continue
-    known = " or ".join(f"({', '.join(names)})" for names in allowed)
-    raise ConfigError(f"{field}: {spec} is called with {known}, but it takes {signature}")
 
 
 def _made_up_group() -> list[Member]:

@@ -1,22 +1,46 @@
-"""Rewards that read the answer alone: equality, numbers, JSON, patterns, tags and length."""
+"""Rewards that read the answer: equality, numbers, JSON, patterns, tags, length, tests of code."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
+import subprocess
+import sys
+from collections.abc import Mapping
 from typing import Any
 
-from agentrl.rewards.composition import RewardOfTrace, expected_of, field_of, makes_reward
+from agentrl.scoring.functions import RewardOfTrace
 from agentrl.scoring.trace import Trace
 
+_SNIPPETS = "agentrl.runner.coding_tasks.snippets"
 _NUMBER = re.compile(
     r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d))(?:[eE][-+]?\d+)?(?!\d)"
 )
 _FENCED = re.compile(r"```[ \t]*([\w+-]*)[^\n]*\n(.*?)\n?[ \t]*```", re.DOTALL)
 
 
-@makes_reward
+def field_of(trace: Trace, field: str) -> Any:
+    """Return a field of the rollout's task; dots lead into objects.
+
+    Raises:
+        ValueError: the task has no such field, or it is null.
+    """
+    found: Any = trace.task
+    for key in field.split("."):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    if found is None:
+        known = ", ".join(map(str, trace.task)) or "none"
+        raise ValueError(f"the task has no field {field!r} (there: {known})")
+    return found
+
+
+def expected_of(trace: Trace, field: str) -> list[Any]:
+    """Return the right answers of a task: a list means any of its items."""
+    found = field_of(trace, field)
+    return found if isinstance(found, list) else [found]
+
+
 def exact(
     field: str = "answer", *, pattern: str | None = None, ignore_case: bool = False
 ) -> RewardOfTrace:
@@ -47,7 +71,6 @@ def exact(
     return score
 
 
-@makes_reward
 def numeric(field: str = "answer", *, tolerance: float = 1e-6) -> RewardOfTrace:
     """Reward 1 if the last number of the answer is that of the task's ``field``; else 0.
 
@@ -59,7 +82,7 @@ def numeric(field: str = "answer", *, tolerance: float = 1e-6) -> RewardOfTrace:
     """
 
     def score(trace: Trace) -> float:
-        rights = [last_number(str(one)) for one in expected_of(trace, field)]
+        rights = map(last_number, map(str, expected_of(trace, field)))
         known = [right for right in rights if right is not None]
         if not known:
             raise ValueError(f"the task's field {field!r} has no number: {trace.task[field]!r}")
@@ -78,7 +101,6 @@ def last_number(text: str) -> float | None:
     return float(found[-1].replace(",", "")) if found else None
 
 
-@makes_reward
 def json_schema(schema: dict[str, Any] | None = None, *, field: str = "schema") -> RewardOfTrace:
     """Reward 1 if the answer is JSON that a JSON schema accepts; else 0.
 
@@ -93,17 +115,18 @@ def json_schema(schema: dict[str, Any] | None = None, *, field: str = "schema") 
     from jsonschema import ValidationError
     from jsonschema.validators import validator_for
 
-    if schema is not None:
-        validator_for(schema).check_schema(schema)
+    def validator(schema: Any) -> Any:
+        kind = validator_for(schema)
+        kind.check_schema(schema)
+        return kind(schema)
+
+    known = None if schema is None else validator(schema)
 
     def score(trace: Trace) -> float:
-        wanted = field_of(trace, field) if schema is None else schema
-        validator = validator_for(wanted)
-        if schema is None:
-            validator.check_schema(wanted)
+        wanted = known or validator(field_of(trace, field))
         text = last_block(trace.answer, "json") or trace.answer
         try:
-            validator(wanted).validate(json.loads(text))
+            wanted.validate(json.loads(text))
         except (ValueError, RecursionError, ValidationError):
             return 0.0
         return 1.0
@@ -117,7 +140,6 @@ def last_block(text: str, *languages: str) -> str | None:
     return found[-1] if found else None
 
 
-@makes_reward
 def regex(pattern: str | None = None, *, field: str = "pattern") -> RewardOfTrace:
     """Reward 1 if a regular expression is found in the answer; else 0. A dot fits line ends, too.
 
@@ -133,7 +155,6 @@ def regex(pattern: str | None = None, *, field: str = "pattern") -> RewardOfTrac
     return score
 
 
-@makes_reward
 def format_tags(*tags: str) -> RewardOfTrace:
     """Reward 1 if the answer is these tags, once each, filled, in this order; else 0.
 
@@ -160,7 +181,6 @@ def _with_reasoning(trace: Trace) -> str:
     return f"<think>{thought}</think>{trace.answer}" if thought else trace.answer
 
 
-@makes_reward
 def length(limit: int = 512, buffer: int = 0) -> RewardOfTrace:
     """Punish long answers: 0 up to ``limit - buffer`` sampled tokens, -1 beyond ``limit``, and
     linear in between, as DAPO does (arXiv:2503.14476, equation 13).
@@ -173,5 +193,42 @@ def length(limit: int = 512, buffer: int = 0) -> RewardOfTrace:
         if tokens <= limit - buffer:
             return 0.0
         return -1.0 if tokens > limit else (limit - buffer - tokens) / buffer
+
+    return score
+
+
+def code_tests(
+    field: str = "tests", *, seconds: float = 10.0, memory_mb: float = 1024.0,
+    sandboxed: bool = True,
+) -> RewardOfTrace:  # fmt: skip
+    """Reward the share of tests that the answer's last Python code block passes.
+
+    The task's ``field`` is a list of tests, or one. A test is Python code, such as an ``assert``,
+    that runs after the answer's, in one program. An answer without a code block gets 0.
+
+    Args:
+        seconds, memory_mb: limits of one test.
+        sandboxed: run in bubblewrap, without network and the user's files.
+    """
+    limits = {"seconds": seconds, "memory_mb": memory_mb, "sandboxed": sandboxed}
+
+    def score(trace: Trace) -> float:
+        tests, code = field_of(trace, field), last_block(trace.answer, "python", "py", "python3")
+        tests = [tests] if isinstance(tests, str) else tests
+        if not tests or not all(isinstance(test, str) for test in tests):
+            raise ValueError(f"the task's field {field!r} is no list of Python code")
+        if code is None:
+            return 0.0
+        job = json.dumps({"code": code, "tests": tests, **limits})
+        done = subprocess.run(
+            [sys.executable, "-m", _SNIPPETS],
+            input=job,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise RuntimeError((done.stderr.strip().splitlines() or ["the tests did not run"])[-1])
+        return json.loads(done.stdout) / len(tests)
 
     return score
