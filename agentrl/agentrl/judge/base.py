@@ -244,7 +244,8 @@ class ModelJudge(Judge):
             return known
         is_own = self._model not in self._context.models  # our sampler answers
         if is_own:  # providers may refuse a seed
-            body = {"seed": int(key[:7], 16), "max_tokens": _MAX_TOKENS, **body}
+            digest = blake2b(json.dumps(messages).encode(), digest_size=4).hexdigest()
+            body = {"seed": int(digest, 16) >> 1, "max_tokens": _MAX_TOKENS, **body}
         async with self._at_once:
             self._check_budget()
             said = await self._request(body, group)
