@@ -120,7 +120,7 @@ def test_what_is_exported_scores_the_same(
 def test_regression_learns_scores(tmp_path: Path) -> None:
     records = [one for number in range(100, 148) for one in scored(number)]
     data = write_lines(tmp_path / "scores.jsonl", records)
-    more = ("--data", data, "--held-out", 0.25, "--loss", "regression", "--epochs", 2)
+    more = ("--data", data, "--held-out", 0.25, "--loss", "regression", "--epochs", 3)
     reward_model_command(*flags(tmp_path, "scores", *more))
     folder = RunFolder(tmp_path / "runs/scores")
     explained = measured(folder, "rewards/explained")

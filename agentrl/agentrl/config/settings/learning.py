@@ -38,7 +38,6 @@ class LearningSettings(Table):
     """Tokens whose activations are held: those of a forward pass, and as many of longer shared
     prefixes as remain; lower saves memory. By default 16384 on CUDA, else 4096."""
     trainers: Annotated[int, Field(ge=1, le=64)] = 1
-    """Processes that compute each update together. Each holds the whole base model, on CUDA on a
-    GPU of its own."""
+    """Processes that compute an update together; on CUDA each on a GPU."""
     gradient_checkpointing: bool = False
     """Recompute layers in the backward pass to save memory."""

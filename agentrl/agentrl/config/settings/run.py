@@ -72,7 +72,7 @@ class GuardSettings(Table):
     """Tokens that the models in training may read and sample in the run. Evaluations count, too;
     the run ends before a step that would not fit."""
     max_cost: Positive | None = None
-    """US dollars that the calls of other models may cost, by LiteLLM's price table. The run ends
+    """US dollars that calls of other models may cost, by LiteLLM's prices. The run ends
     before a step that would not fit."""
     on_collapse: Literal["note", "stop", "roll_back"] = "note"
     """When an alert says that the run collapses: show it; stop; or go back to the step with the
