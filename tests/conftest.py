@@ -16,8 +16,8 @@ import real_vllm
 
 from agentrl_tracer.store import Store
 
-ON_DEMAND = ("guards", "before_rl")
-"""Tests with these markers take minutes: ``make guards``, ``make before-rl``."""
+ON_DEMAND = ("guards", "before_rl", "real_model")
+"""Tests with these markers take minutes: ``make guards``, ``make before-rl``, ``make real-model``."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
