@@ -74,7 +74,7 @@ packages: $(VENV)/.dev
 coding-agents: $(VENV)/.dev
 	@$(BIN)/python -m pytest -m coding_agents -o log_cli=true --log-cli-level=INFO tests/examples
 
-clients frameworks guards before-rl vllm tinker trackers harbor inspect litellm-proxy: $(VENV)/.dev
+clients frameworks guards before-rl real-model vllm tinker trackers harbor inspect litellm-proxy: $(VENV)/.dev
 	@$(BIN)/python -m pytest -m $(subst -,_,$@)
 
 mutations: $(VENV)/.dev

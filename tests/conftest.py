@@ -17,7 +17,7 @@ import real_vllm
 from agentrl_tracer.store import Store
 
 ON_DEMAND = ("guards", "before_rl", "real_model")
-"""Tests with these markers take minutes: ``make guards``, ``make before-rl``, ``make real-model``."""
+"""Markers of tests that take minutes; each has a target of its name, such as ``make guards``."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
