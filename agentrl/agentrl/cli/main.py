@@ -47,6 +47,10 @@ _OTHERS = {
 }
 _OFFLINE = ("sft", "prefer", "reward-model")
 _SERVERS = ("serve", "ui", "tinker-server")
+_LESS_MEMORY = (
+    "Lower learning.micro_batch_tokens, set learning.gradient_checkpointing, or take a smaller "
+    "model; agentrl check estimates what each part takes."
+)
 _OWN_FLAGS: dict[str, Any] = {"help_flags": [], "version_flags": []}
 _HELP_OF_FLAGS = {
     "--config": "TOML or YAML file of settings.",
@@ -137,6 +141,8 @@ def main() -> None:
         said = str(error)
         if isinstance(error, OSError) and error.strerror:  # a full disk, an unwritable folder
             said = f"{error.filename or 'a file or connection'}: {error.strerror}"
+        if type(error).__name__ == "OutOfMemoryError":  # torch's; --help loads no torch
+            said = f"{'. '.join(said.split('. ')[:2])}. {_LESS_MEMORY}"
         if isinstance(error, MissingArgumentError) and error.argument is not None:
             name = error.argument.name.lstrip("-").replace("-", "_")
             said = f"{name}: is missing. {error.argument.parameter.help or ''}".rstrip()

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from agentrl.cli import main as command_line
 from agentrl.cli.main import main
@@ -131,3 +132,19 @@ def test_a_port_in_use_is_named_with_a_way_out(cli: Cli, tmp_path: Path) -> None
         port = other.getsockname()[1]
         _, shown = cli("ui", str(tmp_path), "--port", str(port))
     assert f"error: host/port: 127.0.0.1:{port} is in use; port 0 takes a free one" in shown
+
+
+def test_too_little_memory_of_a_device_is_said_with_what_to_lower(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU raises another error, so a command stands in for a training on a GPU."""
+    said = "CUDA out of memory. Tried to allocate 454.00 MiB. GPU 0 has a total capacity of 79 GiB."
+
+    def command(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError(said)
+
+    monkeypatch.setattr(command_line, "app", command)
+    code, shown = cli("train", "agent.py")
+    assert code == 1
+    assert "memory. Tried to allocate 454.00 MiB. Lower learning.micro_batch_tokens" in shown
+    assert "total capacity" not in shown

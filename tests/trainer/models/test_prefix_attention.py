@@ -218,6 +218,7 @@ def test_a_cpu_goes_by_blocks() -> None:
     assert "gradients" in why_no_flex(model_of(FAMILIES["llama 3.1"]))
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gpu_goes_by_flex_attention(dtype: torch.dtype) -> None:
