@@ -155,8 +155,15 @@ def _on_tinker(config: TrainConfig, folder: Path) -> TrainingClients:
         served = {one.model_name: one for one in service.get_server_capabilities().supported_models}
         names, seed = list(config.trained), config.run.seed
         clients = create_adapters(service, model, config.learning, names, seed, RunFolder(folder))
+        wrong = service.wrong_objective(model, config.learning.rank)
     except (ValueError, *failures) as error:
         raise RunError(f"run.backend: Tinker refuses to train {model}: {error}") from error
+    if wrong:
+        where = config.tinker.base_url or "Tinker"
+        raise RunError(
+            f"run.backend: {where} would train towards something else: {wrong}. Use another "
+            "version or backend of that server, or backend = 'local'"
+        )
     limit = served[model].max_context_length if model in served else None
     context_length = min(facts.context_length, limit or facts.context_length)
     return TrainingClients(service, clients, context_length, facts.tokenizer, rate, failures)

@@ -12,6 +12,7 @@ from agentrl_trainer.checkpoint import Checkpoint
 from agentrl_trainer.client.futures import APIFuture, OperationThread, finished
 from agentrl_trainer.client.service import ServiceClient, folder_of
 from agentrl_trainer.client.tinker.clients import TinkerSamplingClient, TinkerTrainingClient
+from agentrl_trainer.client.tinker.probe import Probe, wrong_objective
 from agentrl_trainer.client.types import (
     EndStatus,
     Folder,
@@ -83,6 +84,16 @@ class TinkerServiceClient(ServiceClient):
         path = None if model_path is None else str(model_path)
         made = self._service.create_sampling_client(path, base_model, **more)
         return TinkerSamplingClient(made)
+
+    def wrong_objective(self, base_model: str, rank: int) -> str | None:
+        """Return what the service computes otherwise than Tinker; see ``probe``."""
+        sampling = self.create_sampling_client(base_model=base_model)
+
+        def made() -> Probe:
+            client = self._service.create_lora_training_client(base_model, rank=rank).result()
+            return Probe(TinkerTrainingClient(self, client, "probe"), sampling)
+
+        return wrong_objective(made)
 
     def get_server_capabilities(self) -> GetServerCapabilitiesResponse:
         return self._rest.get_server_capabilities().result()  # has the same fields

@@ -1,0 +1,96 @@
+"""Services that compute another objective than Tinker's are found out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import pytest
+
+pytest.importorskip("tinker")
+
+from agentrl_trainer.client import ServiceClient
+from agentrl_trainer.client.tinker.probe import Probe, wrong_objective
+from agentrl_trainer.data.training_row import with_extra
+
+TINY = "agentrl-tiny"
+NUMBERS = count()
+
+
+class Client:
+    """The local client, which computes what Tinker does, with changes."""
+
+    def __init__(self, client: Any, name: str) -> None:
+        self._client, self._name = client, name
+
+    def forward(self, rows: Any, *args: Any) -> Any:
+        return self._client.forward(self._own(rows), *args)
+
+    def forward_backward(self, rows: Any, *args: Any, **options: Any) -> Any:
+        return self._client.forward_backward(self._own(rows), *args, **options)
+
+    def optim_step(self, adam: Any) -> Any:
+        return self._client.optim_step(adam)
+
+    def _own(self, rows: Any) -> Any:
+        return [replace(row, adapter=self._name) for row in rows]
+
+
+class Averages(Client):
+    """Divides the loss of each row by its tokens, as SkyRL's jax backend does."""
+
+    def forward_backward(self, rows: Any, *args: Any, **options: Any) -> Any:
+        divided = [
+            replace(row, advantages=[one / row.trained for one in row.advantages]) for row in rows
+        ]
+        return super().forward_backward(divided, *args, **options)
+
+
+class AveragesAll(Client):
+    """Divides by all rows' tokens: the same direction, which Adam steps along alike."""
+
+    def forward_backward(self, rows: Any, *args: Any, **options: Any) -> Any:
+        return super().forward_backward(rows, *args, **options | {"normalize_by": None})
+
+
+class IsWarm(Client):
+    """Computes log-probs at temperature 3."""
+
+    def forward(self, rows: Any, *args: Any) -> Any:
+        warm = with_extra(rows, temperature=[[3.0] * len(row.tokens) for row in rows])
+        return super().forward(warm, *args)
+
+
+class Forgets(Client):
+    def optim_step(self, adam: Any) -> Any:
+        return super().optim_step(replace(adam, learning_rate=0.0))
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceClient]:
+    with ServiceClient(folder=tmp_path_factory.mktemp("probe"), device="cpu") as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Client, None),
+        (Averages, "it divides the loss of each row by the row's tokens"),
+        (AveragesAll, None),
+        (IsWarm, "its trainer's log-probs differ from its sampler's by up to"),
+        (Forgets, "it does not learn: after a step of 0.001 a log-prob is the same"),
+    ],
+)
+def test_what_a_service_computes_otherwise(
+    service: ServiceClient, kind: type[Client], said: str | None
+) -> None:
+    def made() -> Probe:
+        name = f"probe-{next(NUMBERS)}"
+        client: Any = kind(service.create_lora_training_client(TINY, rank=8, name=name), name)
+        return Probe(client, service.create_sampling_client(base_model=TINY))
+
+    found = wrong_objective(made)
+    assert found is None if said is None else said in (found or "")
