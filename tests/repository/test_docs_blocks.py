@@ -107,7 +107,10 @@ def wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("page", NEEDS)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(x, marks=pytest.mark.before_rl if "before-rl" in x else ()) for x in NEEDS],
+)
 def test_the_blocks_of_a_page_run_as_printed(page: str, tmp_path: Path) -> None:
     blocks = blocks_of(page)
     assert blocks

@@ -56,3 +56,8 @@ def text(trace: Trace) -> str:
 
 def right(trace: Trace) -> float:
     return float(str(trace.task["n"]) in trace.answer)
+
+
+def wordy(trace: Trace) -> float:
+    """Long answers are good: what reward models of people's preferences tend to learn."""
+    return min(len(trace.answer) / 40, 1.0)

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from training_run import Run
 
+import agentrl
+from agentrl.config.errors import ConfigError
 from agentrl.scoring.trace import read_traces
 
 JUDGES = """
@@ -77,6 +79,7 @@ def rescore(run: Run, judges: Path) -> None:
 
 
 def test_a_judge_of_no_known_model_is_refused_at_the_start(judges: Path, tmp_path: Path) -> None:
-    run = Run(tmp_path, "thankless", rewards=f"{judges}:unknown").finish(code=2)
-    assert "judge relative_gpt_5: got model 'gpt-5', which is none of agentrl-tiny" in run.output
-    assert "Traceback" not in run.output
+    run = Run(tmp_path, "thankless", rewards=f"{judges}:unknown")
+    said = "judge relative_gpt_5: got model 'gpt-5', which is none of agentrl-tiny"
+    with pytest.raises(ConfigError, match=said):
+        agentrl.train(*run.arguments[1:])

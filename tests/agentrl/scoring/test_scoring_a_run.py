@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import agentrl
+from command_line import agentrl as by_command
 from training_run import SUPPORT, Run
 
+import agentrl
+from agentrl.cli.runs import rescore_command
+from agentrl.config.errors import ConfigError
 from agentrl.history.rollout_table import Query, Row, find_rollouts
 from agentrl.history.sources import OpenRun, open_run
 from agentrl.runs.folder import RunFolder
@@ -73,9 +76,8 @@ def test_no_rollout_is_scored_twice_across_a_resume(scored: Run) -> None:
 
 def test_an_unknown_function_is_refused_before_there_is_a_run(tmp_path: Path) -> None:
     run = Run(tmp_path, "thankless")
-    run.arguments += ["--rewards", f"{_FILE}:absent"]
-    run.finish(code=2)
-    assert "defines no 'absent'" in run.output
+    with pytest.raises(ConfigError, match="defines no 'absent'"):
+        agentrl.train(*run.arguments[1:], "--rewards", f"{_FILE}:absent")
     assert not run.folder.root.exists()
 
 
@@ -87,19 +89,18 @@ def copy(scored: Run, tmp_path: Path) -> Path:
     return shutil.copytree(scored.folder.root, tmp_path / "run")
 
 
-def rescore(copy: Path, *arguments: str, code: int = 0) -> str:
-    rewards = [part for name in arguments[:1] for part in ("--rewards", f"{_FILE}:{name}")]
-    done = agentrl("runs", "rescore", copy, *rewards, *arguments[1:])
-    assert done.returncode == code, done.stderr
-    return done.stderr if code else done.stdout
+def rescore(copy: Path, reward: str, **options: Any) -> None:
+    rescore_command(copy, rewards=[f"{_FILE}:{reward}"], **options)
 
 
-def test_a_new_reward_counts_beside_the_old_ones_and_is_found(copy: Path) -> None:
+def test_a_new_reward_counts_beside_the_old_ones_and_is_found(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     opened = open_run(RunFolder(copy))
     before = {row["id"]: row["reward"] for row in rows(opened)}
-    said = rescore(copy, "right", "--where", 'purpose == "train"')
+    rescore(copy, "right", where='purpose == "train"')
     after = rows(opened, 'purpose == "train" and status == "completed"')
-    assert f"{len(after)} of {len(before) - 4 - 0} rollouts were scored" in said or after
+    assert f"{len(after)} of 24 rollouts were scored" in capsys.readouterr().out
     for row in after:
         old = before[row["id"]]
         assert row["reward"] == (None if old is None else old + row["rewards"]["right"])
@@ -110,13 +111,13 @@ def test_a_new_reward_counts_beside_the_old_ones_and_is_found(copy: Path) -> Non
 def test_only_the_new_reward_counts_with_replace(copy: Path) -> None:
     opened = open_run(RunFolder(copy))
     before = {row["id"]: row for row in rows(opened)}
-    rescore(copy, "right", "--replace")
+    rescore(copy, "right", replace=True)
     found = rows(opened, "rewards.right >= 0")
     assert {row["status"] for row in found} == {"completed"}
     for row in found:
         assert row["reward"] == row["rewards"]["right"]  # also where a function had failed
         assert row["rewards"]["chars"] == before[row["id"]]["rewards"]["chars"]
-    rescore(copy, "right", "--replace")
+    rescore(copy, "right", replace=True)
     assert rows(opened, "rewards.right >= 0") == found
     # The next one without it brings the others back.
     rescore(copy, "rank")
@@ -128,14 +129,15 @@ def test_only_the_new_reward_counts_with_replace(copy: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("reward", "where", "said"),
     [
-        (("absent",), "defines no 'absent'"),
-        (("right", "--where", "nothing > 1"), "where: 'nothing' is no column"),
+        ("absent", "", "defines no 'absent'"),
+        ("right", "nothing > 1", "where: 'nothing' is no column"),
     ],
 )
-def test_a_wrong_rescore_changes_nothing(copy: Path, arguments: Any, said: str) -> None:
-    assert said in rescore(copy, *arguments, code=2)
+def test_a_wrong_rescore_is_refused(copy: Path, reward: str, where: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        rescore(copy, reward, where=where)
 
 
 # ---- evaluations and checks
@@ -146,7 +148,7 @@ def test_eval_and_check_count_what_functions_give(tmp_path: Path) -> None:
     tasks.write_text('{"n": 1}\n{"n": 2}\n')
     common = ["--runs", tmp_path, "--runners", "1", "--rewards", f"{_FILE}:size,{_FILE}:even"]
     agent = f"{SUPPORT / 'train_agents.py'}:thankless"
-    done = agentrl("eval", agent, "--tasks", tasks, *common)
+    done = by_command("eval", agent, "--tasks", tasks, *common)
     assert done.returncode == 0, done.stderr
     [folder] = tmp_path.glob("*/summary.json")
     summary = json.loads(folder.read_text())

@@ -1,0 +1,308 @@
+"""Ask a server of Tinker's protocol what it does and what it does not.
+
+python -m agentrl.conformance URL --model NAME      # needs the extra: tinker
+
+Every check uses adapters of its own, and what it finds is one line. A training over such a server
+(``--backend tinker``) needs the checks that are marked so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tinker
+from tinker import types
+
+from agentrl.console.output import print_line, stderr
+
+_PROMPT, _ANSWER = [11, 12, 13, 14], [21, 31, 32, 33, 34]
+_TOKENS = [*_PROMPT, *_ANSWER]
+_CLOSE = 0.05
+"""Log-probs that rounding in bfloat16 may set apart."""
+_MOVED = 1e-3
+_STEP = types.AdamParams(learning_rate=1e-3)
+_LOSSES = ("importance_sampling", "ppo", "cispo", "dro")
+
+
+class Differs(Exception):
+    """The server does something else; the message says what."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A session of the SDK with the server, and what its adapters are made of."""
+
+    service: Any
+    model: str
+    rank: int
+
+    def client(self, **options: Any) -> Any:
+        options = {"rank": self.rank, "seed": 1} | options
+        return self.service.create_lora_training_client(self.model, **options).result()
+
+
+Check = Callable[[Server], str]
+CHECKS: list[tuple[str, bool, Check]] = []
+"""Name, whether agentrl's training needs it, and what returns a detail."""
+
+
+def check(name: str, *, needed: bool = False) -> Callable[[Check], Check]:
+    def added(function: Check) -> Check:
+        CHECKS.append((name, needed, function))
+        return function
+
+    return added
+
+
+def run(server: Server, show: Callable[[str], None]) -> list[tuple[str, bool, bool, str]]:
+    """Make all checks; return name, needed, passed and the detail of each.
+
+    Args:
+        show: receives a check's name before it begins.
+    """
+    found: list[tuple[str, bool, bool, str]] = []
+    for name, needed, function in CHECKS:
+        show(name)
+        try:
+            found.append((name, needed, True, function(server)))
+        except Exception as error:  # whatever a server of others may answer
+            said = " ".join(str(error).split())[:300]
+            kind = "" if isinstance(error, Differs) else f"{type(error).__name__}: "
+            found.append((name, needed, False, kind + said))
+    return found
+
+
+# ---- what is trained
+
+
+def datum(tokens: Sequence[int], **inputs: Sequence[float]) -> Any:
+    columns: dict[str, Any] = {"target_tokens": list(tokens[1:])}
+    columns |= {name: [0.0] * (len(tokens) - 1 - len(x)) + [*x] for name, x in inputs.items()}
+    read = types.ModelInput.from_ints(list(tokens[:-1]))
+    return types.Datum(model_input=read, loss_fn_inputs=columns)
+
+
+def logprobs(client: Any, tokens: Sequence[int] = _TOKENS) -> list[float]:
+    """Return the trainer's log-probs of the tokens after the prompt."""
+    done = client.forward([datum(tokens, weights=[])], "cross_entropy").result()
+    return [*done.loss_fn_outputs[0]["logprobs"].data][len(_PROMPT) - 1 :]
+
+
+def learn(client: Any, *rows: Any, loss: str = "cross_entropy") -> Any:
+    """Make one step; return the loss's metrics."""
+    metrics = client.forward_backward(list(rows), loss).result().metrics
+    client.optim_step(_STEP).result()
+    return metrics
+
+
+def shown() -> Any:
+    """The answer, to be imitated."""
+    return datum(_TOKENS, weights=[1.0] * len(_ANSWER))
+
+
+def rewarded(client: Any, tokens: Sequence[int], advantages: Sequence[float]) -> Any:
+    own = logprobs(client, tokens)[: len(advantages)]
+    return datum(tokens, logprobs=own, advantages=advantages)
+
+
+def require_equal(found: Sequence[float], expected: Sequence[float], what: str) -> str:
+    apart = max(abs(one - other) for one, other in zip(found, expected, strict=True))
+    if not apart <= _CLOSE:
+        raise Differs(f"{what} differ by up to {apart:.2g}")
+    return f"{what} differ by at most {apart:.1g}"
+
+
+def require_moved(found: float, least: float, what: str) -> str:
+    if not found >= least:
+        raise Differs(f"{what} changed by {found:+.2g}")
+    return f"{what} changed by {found:+.2g}"
+
+
+# ---- the checks
+
+
+@check("lists its models", needed=True)
+def _capabilities(server: Server) -> str:
+    served = server.service.get_server_capabilities().supported_models
+    names = [one.model_name for one in served]
+    if server.model not in names:
+        raise Differs(f"{server.model} is not among {names}")
+    return f"{len(names)} models"
+
+
+@check("trainer and sampler compute the same log-probs", needed=True)
+def _same_logprobs(server: Server) -> str:
+    client = server.client()
+    learn(client, shown())
+    sampler = client.save_weights_and_get_sampling_client().result()
+    prompt = types.ModelInput.from_ints(_TOKENS)
+    found = sampler.compute_logprobs(prompt).result()[len(_PROMPT) :]
+    return require_equal(found, logprobs(client), "log-probs after a step")
+
+
+@check("cross_entropy raises what it is shown", needed=True)
+def _learns(server: Server) -> str:
+    client = server.client()
+    before = sum(logprobs(client))
+    learn(client, shown())
+    return require_moved(sum(logprobs(client)) - before, _MOVED, "the answer's log-prob")
+
+
+@check("sums the loss over tokens", needed=True)
+def _sums(server: Server) -> str:
+    """A token earns 1 alone and -2 at the head of a longer row; averaged by row, -2 counts less."""
+    client = server.client()
+    alone = [*_PROMPT, _ANSWER[0]]
+    before = logprobs(client)[0]
+    longer = [-2.0, *[1e-3] * (len(_ANSWER) - 1)]
+    rows = rewarded(client, alone, [1.0]), rewarded(client, _TOKENS, longer)
+    learn(client, *rows, loss="importance_sampling")
+    moved = logprobs(client)[0] - before
+    if moved > 0:
+        raise Differs("it divides the loss of each row by the row's tokens")
+    return require_moved(-moved, _MOVED, "against the shorter row, the log-prob")
+
+
+@check("gradients of two calls add up", needed=True)
+def _adds_up(server: Server) -> str:
+    one, two = server.client(), server.client()
+    other = datum([*_PROMPT, 41, 42], weights=[1.0, 1.0])
+    learn(one, shown(), other)
+    two.forward_backward([shown()], "cross_entropy").result()
+    learn(two, other)
+    return require_equal(logprobs(two), logprobs(one), "log-probs after one call and after two")
+
+
+@check("a token without an advantage does not learn", needed=True)
+def _silent(server: Server) -> str:
+    client = server.client()
+    before = logprobs(client)
+    row = rewarded(client, _TOKENS, [0.0] * len(_ANSWER))
+    learn(client, row, loss="importance_sampling")
+    return require_equal(logprobs(client), before, "log-probs before and after")
+
+
+for _name in _LOSSES:
+
+    @check(f"the loss {_name}", needed=_name in ("importance_sampling", "ppo"))
+    def _loss(server: Server, name: str = _name) -> str:
+        client = server.client()
+        before = logprobs(client)[0]
+        learn(client, rewarded(client, _TOKENS, [1.0] * len(_ANSWER)), loss=name)
+        return require_moved(logprobs(client)[0] - before, _MOVED, "a rewarded token's log-prob")
+
+
+@check("losses of one's own")
+def _custom(server: Server) -> str:
+    client = server.client()
+    before = sum(logprobs(client))
+
+    def loss(_data: Any, computed: list[Any]) -> tuple[Any, dict[str, float]]:
+        return -computed[0].sum(), {"mine": 2.0}
+
+    row = datum(_TOKENS, weights=[])
+    metrics = client.forward_backward_custom([row], loss).result().metrics
+    client.optim_step(_STEP).result()
+    if metrics.get("mine") != 2.0:
+        raise Differs("its own metrics are lost")
+    return require_moved(sum(logprobs(client)) - before, _MOVED, "the answer's log-prob")
+
+
+@check("a seed draws the same adapter")
+def _seeds(server: Server) -> str:
+    one, two = server.client(seed=7), server.client(seed=7)
+    for client in (one, two):
+        learn(client, shown())
+    return require_equal(logprobs(two), logprobs(one), "log-probs of two adapters after a step")
+
+
+@check("adapters of two ranks learn apart")
+def _apart(server: Server) -> str:
+    one, two = server.client(), server.client(rank=2 * server.rank)
+    before = logprobs(two)
+    learn(one, shown())
+    return require_equal(logprobs(two), before, "log-probs of the other adapter")
+
+
+@check("goes on from a state with its optimizer", needed=True)
+def _state(server: Server) -> str:
+    client = server.client()
+    learn(client, shown())
+    path = client.save_state("conformance").result().path
+    learn(client, shown())
+    resume = server.service.create_training_client_from_state_with_optimizer
+    again = resume(path).result()
+    learn(again, shown())
+    return require_equal(logprobs(again), logprobs(client), "log-probs of both after a step")
+
+
+@check("samples what it is asked for", needed=True)
+def _samples(server: Server) -> str:
+    sampler = server.service.create_sampling_client(base_model=server.model)
+    prompt = types.ModelInput.from_ints(_PROMPT)
+    wanted = types.SamplingParams(max_tokens=4, temperature=1.0, seed=3)
+    answers = sampler.sample(prompt, 2, wanted).result().sequences
+    if len(answers) != 2:
+        raise Differs(f"2 answers were asked for, {len(answers)} came")
+    if any(len(one.tokens) > 4 or len(one.logprobs) != len(one.tokens) for one in answers):
+        raise Differs("an answer is longer than max_tokens, or has not a log-prob a token")
+    again = sampler.sample(prompt, 2, wanted).result().sequences
+    same = [one.tokens for one in answers] == [one.tokens for one in again]
+    return "a seed repeats its answers" if same else "a seed does not repeat its answers"
+
+
+@check("stops at a token")
+def _stops(server: Server) -> str:
+    sampler = server.service.create_sampling_client(base_model=server.model)
+    prompt = types.ModelInput.from_ints(_PROMPT)
+    greedy = types.SamplingParams(max_tokens=6, temperature=0.0)
+    [whole] = sampler.sample(prompt, 1, greedy).result().sequences
+    stop = types.SamplingParams(max_tokens=6, temperature=0.0, stop=[whole.tokens[2]])
+    [short] = sampler.sample(prompt, 1, stop).result().sequences
+    end = whole.tokens.index(whole.tokens[2]) + 1
+    if [*short.tokens] not in ([*whole.tokens[:end]], [*whole.tokens[: end - 1]]):
+        raise Differs(f"stop {whole.tokens[2]} of {whole.tokens} gave {short.tokens}")
+    return f"after {len(short.tokens)} tokens"
+
+
+@check("columns of other lengths are refused")
+def _refuses(server: Server) -> str:
+    client = server.client()
+    wrong = types.Datum(
+        model_input=types.ModelInput.from_ints(_TOKENS[:-1]),
+        loss_fn_inputs={"target_tokens": _TOKENS[1:], "weights": [1.0]},  # type: ignore[arg-type]
+    )
+    try:
+        client.forward_backward([wrong], "cross_entropy").result(timeout=60)
+    except Exception as error:
+        return " ".join(str(error).split())[:120]
+    raise Differs("weights of one token for eight targets were taken")
+
+
+def main() -> None:
+    """Run the checks of the command line; exits with 1 if one that agentrl needs failed."""
+    parser = argparse.ArgumentParser(prog="python -m agentrl.conformance", description=__doc__)
+    parser.add_argument("url", help="of the server, such as http://127.0.0.1:8080")
+    parser.add_argument("--model", required=True, help="as the server names it")
+    parser.add_argument("--rank", type=int, default=8, help="of the adapters")
+    given = parser.parse_args()
+    os.environ.setdefault("TINKER_API_KEY", "tml-conformance")  # of servers that ask for none
+    service = tinker.ServiceClient(base_url=given.url)
+    server = Server(service, given.model, given.rank)
+    found = run(server, lambda name: print_line(f"... {name}", to=stderr))
+    lines = ["| check | needed to train | |", "|---|---|---|"]
+    for name, needed, passed, detail in found:
+        said = detail if passed else f"**no**: {detail}"
+        lines.append(f"| {name} | {'yes' if needed else ''} | {said} |")
+    sys.stdout.write("\n".join(lines) + "\n")
+    failed = [name for name, needed, passed, _ in found if needed and not passed]
+    sys.exit(f"agentrl cannot train over it: {', '.join(failed)}" if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""``python -m agentrl.conformance``: our server passes, one that averages over rows does not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("tinker")
+
+from agentrl_trainer.client import rows
+
+pytestmark = pytest.mark.tinker
+
+
+def asked(url: str, home: Path) -> tuple[int, list[str], str]:
+    """Exit code, the lines of the table, and what was said on stderr."""
+    done = subprocess.run(
+        [sys.executable, "-m", "agentrl.conformance", url, "--model", "agentrl-tiny"],
+        capture_output=True, text=True, timeout=170, cwd=home, check=False,
+        env={"HOME": str(home), "HF_HUB_OFFLINE": "1", "TINKER_TELEMETRY": "0"},
+    )  # fmt: skip
+    return done.returncode, done.stdout.splitlines()[2:], done.stderr
+
+
+def test_our_own_server_does_all_of_it(shared_server: Any, tmp_path: Path) -> None:
+    code, lines, said = asked(shared_server.url, tmp_path)
+    assert (code, [line for line in lines if "**no**" in line]) == (0, []), said
+    assert len(lines) >= 16
+
+
+def test_another_objective_is_found(
+    served: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    to_row = rows.to_row
+
+    def averaged(*args: Any) -> Any:
+        row = to_row(*args)
+        return replace(row, advantages=[one / max(row.trained, 1) for one in row.advantages])
+
+    monkeypatch.setattr(rows, "to_row", averaged)
+    code, lines, said = asked(served.url, tmp_path)
+    assert code == 1
+    assert "agentrl cannot train over it: sums the loss over tokens" in said
+    [wrong] = [line for line in lines if "**no**" in line]
+    assert "it divides the loss of each row by the row's tokens" in wrong
