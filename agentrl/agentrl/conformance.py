@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import tinker
 from tinker import types
@@ -38,6 +40,7 @@ class Server:
     """A session of the SDK with the server, and what its adapters are made of."""
 
     service: Any
+    rest: Any
     model: str
     rank: int
 
@@ -128,11 +131,11 @@ def require_moved(found: float, least: float, what: str) -> str:
 
 @check("lists its models", needed=True)
 def _capabilities(server: Server) -> str:
-    served = server.service.get_server_capabilities().supported_models
+    served = server.rest.get_server_capabilities().result().supported_models
     names = [one.model_name for one in served]
     if server.model not in names:
         raise Differs(f"{server.model} is not among {names}")
-    return f"{len(names)} models"
+    return ", ".join(names[:3]) + (" and more" if len(names) > 3 else "")
 
 
 @check("trainer and sampler compute the same log-probs", needed=True)
@@ -165,7 +168,9 @@ def _sums(server: Server) -> str:
     moved = logprobs(client)[0] - before
     if moved > 0:
         raise Differs("it divides the loss of each row by the row's tokens")
-    return require_moved(-moved, _MOVED, "against the shorter row, the log-prob")
+    if moved > -_MOVED:
+        raise Differs(f"the log-prob that should fall changed by {moved:+.2g}")
+    return f"the token's log-prob fell by {-moved:.2g}"
 
 
 @check("gradients of two calls add up", needed=True)
@@ -292,8 +297,13 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=8, help="of the adapters")
     given = parser.parse_args()
     os.environ.setdefault("TINKER_API_KEY", "tml-conformance")  # of servers that ask for none
-    service = tinker.ServiceClient(base_url=given.url)
-    server = Server(service, given.model, given.rank)
+    where = urlsplit(given.url)
+    try:  # the SDK would try for minutes
+        socket.create_connection((where.hostname, where.port or 443), timeout=10).close()
+    except (OSError, ValueError) as error:
+        parser.error(f"url: no server answers at {given.url}: {error}")
+    service, rest = (made(base_url=given.url) for made in (tinker.ServiceClient, tinker.RestClient))
+    server = Server(service, rest, given.model, given.rank)
     found = run(server, lambda name: print_line(f"... {name}", to=stderr))
     lines = ["| check | needed to train | |", "|---|---|---|"]
     for name, needed, passed, detail in found:

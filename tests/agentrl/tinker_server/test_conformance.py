@@ -48,3 +48,9 @@ def test_another_objective_is_found(
     assert "agentrl cannot train over it: sums the loss over tokens" in said
     [wrong] = [line for line in lines if "**no**" in line]
     assert "it divides the loss of each row by the row's tokens" in wrong
+
+
+def test_a_server_that_is_not_there_is_named(tmp_path: Path) -> None:
+    code, _, said = asked("http://127.0.0.1:9", tmp_path)
+    assert code == 2
+    assert "url: no server answers at http://127.0.0.1:9: " in said
