@@ -6,11 +6,11 @@
         --vllm "--sampler vllm --sampler.vllm.python VENV/bin/python"
 
 The victims are the gateway, the runners' pool, one of its workers, an agent, the trainer (which is
-resumed), PostgreSQL and vLLM. Runs alternate between one adapter, two adapters, and asynchronous
-training in shared processes, on SQLite and on PostgreSQL. Most strikes are SIGKILL; every fifth one
-is SIGSTOP, and SIGCONT up to three seconds later. At a run's end the script reads the raw tables
-and compares them with what the agents wrote down: see ``problems_of``. The exit status is 1 if
-anything is wrong.
+resumed), another rank of ``--trainers 2``, PostgreSQL and vLLM. Runs alternate between one adapter,
+two adapters, asynchronous training in shared processes, and two trainers, on SQLite and on
+PostgreSQL. Most strikes are SIGKILL; every fifth one is SIGSTOP, and SIGCONT up to three seconds
+later. At a run's end the script reads the raw tables and compares them with what the agents wrote
+down: see ``problems_of``. The exit status is 1 if anything is wrong.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import sqlalchemy as sa
 HERE = Path(__file__).parent
 RUN_LIMIT_S = 900
 STOPPED_S = 3.0
-GAVE_UP = ("keep dying and no rollout finishes", "vLLM does not start")
+GAVE_UP = ("keep dying and no rollout finishes", "vLLM does not start", "rank 1 of 2 ")
 """What a trainer may say at its end. It is resumed."""
 TWO_ADAPTERS = ["--adapters", "asker,answerer"]
 AHEAD = ["--max-staleness", "1", "--rollouts-per-process", "8", "--rollouts.concurrency", "2"]
@@ -44,6 +44,7 @@ SHAPES: dict[str, list[str]] = {
     "one_adapter": [],
     "two_adapters": TWO_ADAPTERS,
     "asynchronous": AHEAD,
+    "ranks": ["--trainers", "2"],
 }
 
 
@@ -116,16 +117,8 @@ class Run:
             arguments = [f"{HERE / 'chaos_agents.py'}:{self.shape}", *SHAPES[self.shape]]
             arguments += ["--tasks", str(self.folder / "tasks.jsonl"), "--runs", str(self.folder)]
             arguments += ["--name", "run", "--steps", str(self.steps), "--runners", "4"]
-            arguments += [
-                "--batch-size",
-                "4",
-                "--group-size",
-                "4",
-                "--rollouts.lease",
-                "3",
-                *self.vllm,
-            ]
-            arguments += ["--run.store", self.store_url]
+            arguments += ["--batch-size", "4", "--group-size", "4", "--rollouts.lease", "3"]
+            arguments += [*self.vllm, "--run.store", self.store_url]
         with (self.folder / "output.txt").open("ab") as output:
             self.trainer = psutil.Popen(
                 [sys.executable, "-m", "agentrl", "train", *arguments],
@@ -145,10 +138,12 @@ class Run:
         named = {child: " ".join(child.cmdline()) for child in children}
         runners = [child for child, name in named.items() if "agentrl.runner" in name]
         engines = [child for child, name in named.items() if "samplers.vllm" in name]
+        ranks = [child for child, name in named.items() if "distributed.follower" in name]
         pools = [pool for runner in runners for pool in runner.children()]
         workers = [worker for pool in pools for worker in pool.children()]
         found: dict[str, list[psutil.Process]] = {
-            "gateway": [child for child in children if child not in runners + engines],
+            "gateway": [child for child in children if child not in runners + engines + ranks],
+            "rank": ranks,
             "pool": runners + pools,
             "worker": workers,
             "agent": [agent for worker in workers for agent in worker.children()],
@@ -335,7 +330,7 @@ def chaos(
     """Hurt runs until the quota of strikes is spent; return what is wrong.
 
     Args:
-        quota: number of strikes per victim: gateway, pool, worker, agent, trainer, postgres, vllm.
+        quota: number of strikes per victim: gateway, pool, worker, agent, trainer, rank, ....
         stores: "sqlite", "postgres"; runs alternate between them.
         shapes: names in ``SHAPES``; runs alternate between them.
         vllm: flags of ``agentrl train`` that make vLLM the sampler.
@@ -353,7 +348,11 @@ def chaos(
         url = str(place / "store.db") if on_sqlite else postgres.database(place.name)  # type: ignore[union-attr]
         run = Run(place, shape, url, steps, pause_s, vllm or [])
         allowed = Counter(
-            {k: min(n, 6) for k, n in left.items() if k != "postgres" or not on_sqlite}
+            {
+                k: min(n, 6)
+                for k, n in left.items()
+                if not (k == "postgres" and on_sqlite) and (k != "rank" or shape == "ranks")
+            }
         )
         before = allowed.copy()
         began = time.monotonic()
@@ -376,7 +375,7 @@ def chaos(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--kills", type=int, default=100, help="strikes of each victim")
-    parser.add_argument("--victims", default="gateway,pool,worker,agent,trainer,postgres")
+    parser.add_argument("--victims", default="gateway,pool,worker,agent,trainer,rank,postgres")
     parser.add_argument("--store", default="sqlite,postgres")
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--steps", type=int, default=4)

@@ -59,3 +59,8 @@ async def asynchronous(task: dict[str, Any]) -> None:
     """Ask twice at the same time on the process's event loop."""
     lengths = await asyncio.gather(*(asyncio.to_thread(ask, task["n"] + i) for i in range(2)))
     finish(sum(lengths))
+
+
+def ranks(task: dict[str, Any]) -> None:
+    """Do as one adapter; two trainers compute the updates."""
+    one_adapter(task)
