@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from transformers import Qwen3MoeConfig
 
 from agentrl_trainer.inference.forward import choose_forward
 from agentrl_trainer.learner.learner import Learner
-from agentrl_trainer.memory import estimate_memory
+from agentrl_trainer.memory import estimate_memory, fitting_token_budget
 from agentrl_trainer.models.loading import load_base
 
 CPU = torch.device("cpu")
@@ -94,3 +95,14 @@ def test_a_mixture_keeps_what_a_tokens_experts_compute(tmp_path: Path) -> None:
 def test_unknown_models_have_no_estimate(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "unheard-of"}')
     assert estimate_memory(str(tmp_path), tokens=1, cached=1, rank=8, device=CPU) is None
+
+
+@pytest.mark.parametrize(("memory", "tokens"), [(80 * 2**30, 16384), (2**29, 2048), (1, 1024)])
+def test_a_gpu_gets_micro_batches_that_it_holds(
+    memory: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = SimpleNamespace(total_memory=memory)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    gpu = torch.device("cuda")
+    assert fitting_token_budget("agentrl-tiny", rank=8, device=gpu) == tokens
+    assert fitting_token_budget("agentrl-tiny", rank=8, device=CPU) == 4096

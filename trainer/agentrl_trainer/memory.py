@@ -1,4 +1,4 @@
-"""Estimate the memory that training and sampling a model take, before its weights are loaded."""
+"""Estimate the memory that training and sampling a model take, and choose what fits into it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import nn
 
 from agentrl_trainer.inference.adapter_swap import MERGE_BELOW
 from agentrl_trainer.inference.linear_products import on_intel
+from agentrl_trainer.learner.learner import default_token_budget
 from agentrl_trainer.learner.logprobs import MAX_LOGITS
 from agentrl_trainer.models.lora import lora_config, model_without_weights
 from agentrl_trainer.models.lora_targets import no_false_warnings, resolve_targets
@@ -20,6 +21,33 @@ _LOGITS_BYTES = 12
 """For each of at most ``MAX_LOGITS``: itself in float32, and two that are computed from it."""
 _VERSIONS = 2
 """Of an adapter that the sampler holds while it changes from one to the next."""
+
+_FOR_ACTIVATIONS = 0.4
+"""Of a GPU's memory, which weights and the sampler's keys and values take as well."""
+_FEWEST_TOKENS = 1024
+
+
+def fitting_token_budget(
+    name: str, *, rank: int, device: torch.device, dtype: str = "auto",
+    gradient_checkpointing: bool = False,
+) -> int:  # fmt: skip
+    """Return the default tokens of a micro-batch, halved until a GPU holds their activations.
+
+    It depends on the kind of GPU, not on what is free: a resumed run makes the same micro-batches.
+    """
+    tokens = default_token_budget(device.type)
+    if device.type != "cuda":
+        return tokens
+    room = _FOR_ACTIVATIONS * torch.cuda.get_device_properties(device).total_memory
+    while tokens > _FEWEST_TOKENS:
+        parts = estimate_memory(
+            name, tokens=tokens, cached=0, rank=rank, device=device, dtype=dtype,
+            gradient_checkpointing=gradient_checkpointing,
+        )  # fmt: skip
+        if parts is None or parts[f"activations of {tokens} tokens"] <= room:
+            return tokens
+        tokens //= 2
+    return tokens
 
 
 def estimate_memory(

@@ -14,11 +14,11 @@ from agentrl.capacity import available_cores
 from agentrl.config.commands import TrainConfig
 from agentrl.findings import Finding
 from agentrl.training.setup.algorithm import update_settings
-from agentrl.training.setup.clients import create_clients
+from agentrl.training.setup.clients import create_clients, token_budget_of
 from agentrl_trainer.client import AdamParams
 from agentrl_trainer.data.packing import count_tokens, pack
 from agentrl_trainer.data.training_row import TrainingRow
-from agentrl_trainer.learner.learner import TOKENS_PER_THREAD, default_token_budget
+from agentrl_trainer.learner.learner import TOKENS_PER_THREAD
 from agentrl_trainer.memory import estimate_memory
 from agentrl_trainer.models.devices import choose_device, free_memory
 
@@ -32,7 +32,7 @@ def memory_findings(config: TrainConfig, rows: Sequence[TrainingRow]) -> Iterato
     """Say what trainer and sampler need of the model's device, and what to lower."""
     how, model, learning = config.rollouts, config.model, config.learning
     device = choose_device(model.device)
-    budget = learning.micro_batch_tokens or default_token_budget(device.type)
+    budget = token_budget_of(model, learning)
     enough = TOKENS_PER_THREAD * (model.cores or available_cores())
     packed = pack(rows, token_budget=budget, enough=enough if device.type == "cpu" else None)
     in_flight = min(how.runners * how.concurrency, how.batch_size * how.group_size)

@@ -36,7 +36,7 @@ class LearningSettings(Table):
     """Longest trajectory in tokens; by default the model's context."""
     micro_batch_tokens: Annotated[int, Field(ge=64)] | None = None
     """Tokens whose activations are held: those of a forward pass, and as many of longer shared
-    prefixes as remain; lower saves memory. By default 16384 on CUDA, else 4096."""
+    prefixes as remain; lower saves memory. By default 4096; on CUDA 16384, or what fits."""
     trainers: Annotated[int, Field(ge=1, le=64)] = 1
     """Processes that compute an update together; on CUDA each on a GPU."""
     gradient_checkpointing: bool = False

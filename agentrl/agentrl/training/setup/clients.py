@@ -21,8 +21,11 @@ from agentrl.training.setup.initial_adapters import create_adapters
 from agentrl_trainer.client import ServiceClient, TrainingClient
 from agentrl_trainer.distributed.plan import SetupCall
 from agentrl_trainer.distributed.ranks import RankError
+from agentrl_trainer.learner.learner import default_token_budget
 from agentrl_trainer.learner.loss_options import ValueParams
 from agentrl_trainer.learner.optimizers import default_learning_rate
+from agentrl_trainer.memory import fitting_token_budget
+from agentrl_trainer.models.devices import choose_device
 from agentrl_trainer.models.loading import load_facts
 from agentrl_trainer.models.lora import count_parameters, parameters_in_name
 
@@ -100,7 +103,7 @@ def local_clients(
     service = ServiceClient(
         folder=folder, device=model.device, dtype=model.dtype, load_in_4bit=model.load_in_4bit,
         trust_remote_code=model.trust_remote_code, chat_template=model.chat_template,
-        token_budget=learning.micro_batch_tokens,
+        token_budget=token_budget_of(model, learning),
         gradient_checkpointing=learning.gradient_checkpointing, value=value, score=score,
         trainers=learning.trainers, trainer_setup=setup,
     )  # fmt: skip
@@ -132,6 +135,20 @@ def local_clients(
     rate = learning.learning_rate or default_learning_rate(parameters, learning.alpha)
     known = service, clients, base.context_length, base.tokenizer, rate
     return TrainingClients(*known, failures=(RankError,))
+
+
+def token_budget_of(model: ModelSettings, learning: LearningSettings) -> int:
+    """Return the tokens of a micro-batch: those of the settings, or what fits."""
+    if learning.micro_batch_tokens:
+        return learning.micro_batch_tokens
+    device = choose_device(model.device)
+    try:
+        return fitting_token_budget(
+            model.name, rank=learning.rank, device=device, dtype=model.dtype,
+            gradient_checkpointing=learning.gradient_checkpointing,
+        )  # fmt: skip
+    except (AttributeError, TypeError, ValueError):  # other names than most configurations have
+        return default_token_budget(device.type)
 
 
 def _on_tinker(config: TrainConfig, folder: Path) -> TrainingClients:
