@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor
 from agentrl_trainer.client import AdamParams as ClientAdam
 from agentrl_trainer.client import ServiceClient
 from agentrl_trainer.data.training_row import TrainingRow, with_extra
+from agentrl_trainer.distributed import plan as plans
 from agentrl_trainer.distributed.plan import FollowerPlan
 from agentrl_trainer.distributed.ranks import RankedLearner, RankError
 from agentrl_trainer.learner.learner import Learner
@@ -177,3 +179,17 @@ def test_a_rank_that_dies_fails_the_call_and_the_next_goes_on(both: tuple[Learne
     assert distance(*both) < 1e-6
     with pytest.raises(ValueError, match="unknown"):
         ranked.forward_backward(groups(10), "unknown")
+
+
+def test_a_rank_that_dies_while_the_ranks_meet_fails_the_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between its word that it is ready and the first collective."""
+    monkeypatch.setattr(plans, "JOIN", timedelta(seconds=2))
+    first: dict[str, Any] = {"adapters": ("a",), "rank": 4, "seed": 1}
+    setup = [("rank_killed:at_the_meeting", ())]
+    plan = FollowerPlan(TINY, MODEL, setup, first, size=2)
+    ranked = RankedLearner(Learner(load_base(TINY, **MODEL), **first), plan)
+    with pytest.raises(RankError, match="rank 1 of 2 ended: it was killed by signal 9"):
+        ranked.forward(groups(1, adapters=("a",)))
+    ranked.close()

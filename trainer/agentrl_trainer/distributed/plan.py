@@ -8,7 +8,10 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
+JOIN = timedelta(seconds=45)
+"""How long ranks that are ready wait for each other: one that dies now is not noticed earlier."""
 _SLOWEST = timedelta(minutes=30)
 """How long ranks wait for the slowest one's share of a call."""
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]
@@ -40,8 +43,13 @@ class FollowerPlan:
     size: int = 1
 
     def join(self) -> None:
-        """Join the process group, which waits for all ranks."""
+        """Join the process group, which waits for all ranks.
+
+        Raises:
+            RuntimeError: one of them has not joined in time.
+        """
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if self.device == "cuda" else "gloo", init_method=self.address,
-            rank=self.rank, world_size=self.size, timeout=_SLOWEST,
+            rank=self.rank, world_size=self.size, timeout=JOIN,
         )  # fmt: skip
+        _set_pg_timeout(_SLOWEST)
