@@ -144,8 +144,10 @@ def _same_logprobs(server: Server) -> str:
     learn(client, shown())
     sampler = client.save_weights_and_get_sampling_client().result()
     prompt = types.ModelInput.from_ints(_TOKENS)
-    found = sampler.compute_logprobs(prompt).result()[len(_PROMPT) :]
-    return require_equal(found, logprobs(client), "log-probs after a step")
+    found = sampler.compute_logprobs(prompt).result()
+    if len(found) != len(_TOKENS):
+        raise Differs(f"{len(found)} log-probs came for {len(_TOKENS)} tokens")
+    return require_equal(found[len(_PROMPT) :], logprobs(client), "log-probs after a step")
 
 
 @check("cross_entropy raises what it is shown", needed=True)
@@ -158,11 +160,15 @@ def _learns(server: Server) -> str:
 
 @check("sums the loss over tokens", needed=True)
 def _sums(server: Server) -> str:
-    """A token earns 1 alone and -2 at the head of a longer row; averaged by row, -2 counts less."""
+    """A token earns 1 alone and -1.5 at the head of a longer row, where a mean makes it count less.
+
+    The shorter row has 4 targets, one of which trains; the longer one 8 and 5. So a sum lowers the
+    token; a mean over all targets (1/4 - 1.5/8) or over those that train (1 - 1.5/5) raises it.
+    """
     client = server.client()
     alone = [*_PROMPT, _ANSWER[0]]
     before = logprobs(client)[0]
-    longer = [-2.0, *[1e-3] * (len(_ANSWER) - 1)]
+    longer = [-1.5, *[1e-3] * (len(_ANSWER) - 1)]
     rows = rewarded(client, alone, [1.0]), rewarded(client, _TOKENS, longer)
     learn(client, *rows, loss="importance_sampling")
     moved = logprobs(client)[0] - before
@@ -248,7 +254,7 @@ def _state(server: Server) -> str:
 
 @check("samples what it is asked for", needed=True)
 def _samples(server: Server) -> str:
-    sampler = server.service.create_sampling_client(base_model=server.model)
+    sampler = server.service.create_sampling_client(base_model=server.model).result()
     prompt = types.ModelInput.from_ints(_PROMPT)
     wanted = types.SamplingParams(max_tokens=4, temperature=1.0, seed=3)
     answers = sampler.sample(prompt, 2, wanted).result().sequences
@@ -263,7 +269,7 @@ def _samples(server: Server) -> str:
 
 @check("stops at a token")
 def _stops(server: Server) -> str:
-    sampler = server.service.create_sampling_client(base_model=server.model)
+    sampler = server.service.create_sampling_client(base_model=server.model).result()
     prompt = types.ModelInput.from_ints(_PROMPT)
     greedy = types.SamplingParams(max_tokens=6, temperature=0.0)
     [whole] = sampler.sample(prompt, 1, greedy).result().sequences

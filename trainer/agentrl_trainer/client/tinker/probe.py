@@ -62,7 +62,8 @@ def _other_logprobs(probe: Probe) -> str | None:
 def _other_sum(probe: Probe) -> str | None:
     """Reward a token by 1 where it is alone, and by -2 at the head of a long row.
 
-    Summed, it becomes less likely. Averaged over each row, the -2 weighs an eighth.
+    Summed, it becomes less likely. Averaged over each row's tokens, it becomes more likely: over
+    those that train (1 - 2/8), and over all targets (1/4 - 2/11).
     """
     alone, long = [*_PROMPT, _TOLD], [*_PROMPT, _TOLD, *_REST]
     before = probe.logprobs(long)
