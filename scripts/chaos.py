@@ -36,7 +36,7 @@ import sqlalchemy as sa
 HERE = Path(__file__).parent
 RUN_LIMIT_S = 900
 STOPPED_S = 3.0
-GAVE_UP = ("keep dying and no rollout finishes", "vLLM does not start", "rank 1 of 2 ")
+GAVE_UP = ("keep dying and no rollout finishes", "vLLM does not start", "it was killed by signal 9")
 """What a trainer may say at its end. It is resumed."""
 TWO_ADAPTERS = ["--adapters", "asker,answerer"]
 AHEAD = ["--max-staleness", "1", "--rollouts-per-process", "8", "--rollouts.concurrency", "2"]
@@ -330,7 +330,8 @@ def chaos(
     """Hurt runs until the quota of strikes is spent; return what is wrong.
 
     Args:
-        quota: number of strikes per victim: gateway, pool, worker, agent, trainer, rank, ....
+        quota: number of strikes per victim: gateway, pool, worker, agent, trainer, rank,
+            postgres, vllm.
         stores: "sqlite", "postgres"; runs alternate between them.
         shapes: names in ``SHAPES``; runs alternate between them.
         vllm: flags of ``agentrl train`` that make vLLM the sampler.
@@ -342,7 +343,7 @@ def chaos(
     total = Counter[str]()
     number = 0
     while any(count > 0 for count in left.values()):
-        shape, store = shapes[number % len(shapes)], stores[number % len(stores)]
+        shape, store = shapes[number % len(shapes)], stores[number // len(shapes) % len(stores)]
         place = folder / f"{number:03}-{shape}-{store}"
         on_sqlite = store == "sqlite"
         url = str(place / "store.db") if on_sqlite else postgres.database(place.name)  # type: ignore[union-attr]
@@ -386,6 +387,10 @@ def main() -> None:
     options = parser.parse_args()
     folder = options.folder or Path(tempfile.mkdtemp(prefix="agentrl-chaos-"))
     quota = dict.fromkeys(options.victims.split(","), options.kills)
+    if "ranks" not in options.shapes.split(","):
+        quota.pop("rank", None)
+    if "postgres" not in options.store.split(","):
+        quota.pop("postgres", None)
     problems = chaos(
         folder.resolve(), quota, stores=options.store.split(","),
         shapes=options.shapes.split(","), seed=options.seed, steps=options.steps,

@@ -261,7 +261,9 @@ def _samples(server: Server) -> str:
     if len(answers) != 2:
         raise Differs(f"2 answers were asked for, {len(answers)} came")
     if any(len(one.tokens) > 4 or len(one.logprobs) != len(one.tokens) for one in answers):
-        raise Differs("an answer is longer than max_tokens, or has not a log-prob a token")
+        raise Differs(
+            "an answer is longer than max_tokens, or does not have one log-prob for each token"
+        )
     again = sampler.sample(prompt, 2, wanted).result().sequences
     same = [one.tokens for one in answers] == [one.tokens for one in again]
     return "a seed repeats its answers" if same else "a seed does not repeat its answers"
@@ -290,6 +292,8 @@ def _refuses(server: Server) -> str:
     )
     try:
         client.forward_backward([wrong], "cross_entropy").result(timeout=60)
+    except TimeoutError as error:
+        raise Differs("no answer came within 60 s") from error
     except Exception as error:
         return " ".join(str(error).split())[:120]
     raise Differs("weights of one token for eight targets were taken")
@@ -304,10 +308,14 @@ def main() -> None:
     given = parser.parse_args()
     os.environ.setdefault("TINKER_API_KEY", "tml-conformance")  # of servers that ask for none
     where = urlsplit(given.url)
+    if where.scheme not in ("http", "https") or not where.hostname:
+        parser.error(f"url: {given.url!r} needs a scheme, such as http://127.0.0.1:8080")
     try:  # the SDK would try for minutes
-        socket.create_connection((where.hostname, where.port or 443), timeout=10).close()
+        socket.create_connection(
+            (where.hostname, where.port or {"http": 80}.get(where.scheme, 443)), timeout=10
+        ).close()
     except (OSError, ValueError) as error:
-        parser.error(f"url: no server answers at {given.url}: {error}")
+        parser.error(f"url: no server answers at {given.url}: {error}. Start it, or correct it")
     service, rest = (made(base_url=given.url) for made in (tinker.ServiceClient, tinker.RestClient))
     server = Server(service, rest, given.model, given.rank)
     found = run(server, lambda name: print_line(f"... {name}", to=stderr))

@@ -31,7 +31,8 @@ def fitting_token_budget(
     name: str, *, rank: int, device: torch.device, dtype: str = "auto",
     gradient_checkpointing: bool = False,
 ) -> int:  # fmt: skip
-    """Return the default tokens of a micro-batch, halved until a GPU holds their activations.
+    """Return the default tokens of a micro-batch, halved until a GPU holds their activations,
+    but at least 1024.
 
     It depends on the kind of GPU, not on what is free: a resumed run makes the same micro-batches.
     """

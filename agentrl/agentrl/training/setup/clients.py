@@ -167,18 +167,19 @@ def _on_tinker(config: TrainConfig, folder: Path) -> TrainingClients:
             )
         rate = default_learning_rate(parameters)
     failures = (tinker.TinkerError, ConnectionError)
+    unlike = (AssertionError, KeyError)  # the SDK's, of answers that it does not know
     try:
         service = ServiceClient(backend="tinker", base_url=config.tinker.base_url, folder=folder)
         served = {one.model_name: one for one in service.get_server_capabilities().supported_models}
         names, seed = list(config.trained), config.run.seed
         clients = create_adapters(service, model, config.learning, names, seed, RunFolder(folder))
         wrong = service.wrong_objective(model, config.learning.rank)
-    except (ValueError, *failures) as error:
+    except (ValueError, *unlike, *failures) as error:
         raise RunError(f"run.backend: Tinker refuses to train {model}: {error}") from error
     if wrong:
         where = config.tinker.base_url or "Tinker"
         raise RunError(
-            f"run.backend: {where} would train towards something else: {wrong}. Use another "
+            f"run.backend: {where} does not compute what Tinker computes: {wrong}. Use another "
             "version or backend of that server, or backend = 'local'"
         )
     limit = served[model].max_context_length if model in served else None

@@ -48,9 +48,11 @@ def wrong_objective(made: Callable[[], Probe]) -> str | None:
 def _other_logprobs(probe: Probe) -> str | None:
     tokens = [*_PROMPT, _TOLD, *_REST]
     trainers = probe.logprobs(tokens)
-    samplers = probe.sampling.compute_logprobs(tokens).result()[len(_PROMPT) :]
-    pairs = zip(trainers, (value or 0.0 for value in samplers), strict=True)
-    apart = max(abs(one - other) for one, other in pairs)
+    found = probe.sampling.compute_logprobs(tokens).result()
+    samplers = [value for value in found[len(_PROMPT) :] if value is not None]
+    if len(found) != len(tokens) or len(samplers) != len(trainers):
+        return f"its sampler does not return a log-prob for each of {len(tokens)} tokens"
+    apart = max(abs(one - other) for one, other in zip(trainers, samplers, strict=True))
     if not apart <= _APART:
         return (
             f"its trainer's log-probs differ from its sampler's by up to {apart:.2g}, with an "
