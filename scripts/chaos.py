@@ -330,8 +330,7 @@ def chaos(
     """Hurt runs until the quota of strikes is spent; return what is wrong.
 
     Args:
-        quota: number of strikes per victim: gateway, pool, worker, agent, trainer, rank,
-            postgres, vllm.
+        quota: number of strikes per victim.
         stores: "sqlite", "postgres"; runs alternate between them.
         shapes: names in ``SHAPES``; runs alternate between them.
         vllm: flags of ``agentrl train`` that make vLLM the sampler.
@@ -387,10 +386,9 @@ def main() -> None:
     options = parser.parse_args()
     folder = options.folder or Path(tempfile.mkdtemp(prefix="agentrl-chaos-"))
     quota = dict.fromkeys(options.victims.split(","), options.kills)
-    if "ranks" not in options.shapes.split(","):
-        quota.pop("rank", None)
-    if "postgres" not in options.store.split(","):
-        quota.pop("postgres", None)
+    for kind, places in (("rank", options.shapes), ("postgres", options.store)):
+        if kind not in places:
+            quota.pop(kind, None)
     problems = chaos(
         folder.resolve(), quota, stores=options.store.split(","),
         shapes=options.shapes.split(","), seed=options.seed, steps=options.steps,
