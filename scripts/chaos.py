@@ -347,13 +347,8 @@ def chaos(
         on_sqlite = store == "sqlite"
         url = str(place / "store.db") if on_sqlite else postgres.database(place.name)  # type: ignore[union-attr]
         run = Run(place, shape, url, steps, pause_s, vllm or [])
-        allowed = Counter(
-            {
-                k: min(n, 6)
-                for k, n in left.items()
-                if not (k == "postgres" and on_sqlite) and (k != "rank" or shape == "ranks")
-            }
-        )
+        here = {"postgres": not on_sqlite, "rank": shape == "ranks"}
+        allowed = Counter({k: min(n, 6) for k, n in left.items() if here.get(k, True)})
         before = allowed.copy()
         began = time.monotonic()
         hurt(run, allowed, rng, postgres)

@@ -66,4 +66,4 @@ def test_each_branch_names_its_test(row: tuple[str, ...]) -> None:
     tested = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row[3])
     for file, test in tested:
         assert f"def {test}(" in (ROOT / file).read_text(encoding="utf-8"), f"{file} has no {test}"
-    assert tested or any(word in row[3] for word in ("never run", "ran on", "make gpu"))
+    assert tested or "never run" in row[3]

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import ParamSpec
+
 import torch
 from peft import get_peft_model
 from torch import nn
@@ -51,6 +56,24 @@ def fitting_token_budget(
     return tokens
 
 
+P = ParamSpec("P")
+
+
+def _none_if_unknown(
+    estimate: Callable[P, dict[str, int] | None],
+) -> Callable[P, dict[str, int] | None]:
+    """Return None where a configuration has other names than most."""
+
+    @functools.wraps(estimate)
+    def estimated(*args: P.args, **named: P.kwargs) -> dict[str, int] | None:
+        with contextlib.suppress(AttributeError, TypeError, ValueError):
+            return estimate(*args, **named)
+        return None
+
+    return estimated
+
+
+@_none_if_unknown
 def estimate_memory(
     name: str,
     *,
@@ -63,7 +86,7 @@ def estimate_memory(
     load_in_4bit: bool = False,
     gradient_checkpointing: bool = False,
 ) -> dict[str, int] | None:
-    """Estimate the bytes of each part; None if only the model's own code could build it.
+    """Estimate the bytes of each part; None if the architecture is not known.
 
     Args:
         tokens: of a micro-batch.

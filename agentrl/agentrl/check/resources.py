@@ -36,17 +36,14 @@ def memory_findings(config: TrainConfig, rows: Sequence[TrainingRow]) -> Iterato
     enough = TOKENS_PER_THREAD * (model.cores or available_cores())
     packed = pack(rows, token_budget=budget, enough=enough if device.type == "cpu" else None)
     in_flight = min(how.runners * how.concurrency, how.batch_size * how.group_size)
-    try:
-        parts = estimate_memory(
-            model.name, device=device, dtype=model.dtype, load_in_4bit=model.load_in_4bit,
-            rank=learning.rank, adapters=len(config.trained),
-            gradient_checkpointing=learning.gradient_checkpointing,
-            tokens=max(batch.input_ids.numel() for batch in packed),
-            cached=in_flight * max(len(row.tokens) for row in rows)
-            if config.sampler.kind == "embedded" else 0,
-        )  # fmt: skip
-    except (AttributeError, TypeError, ValueError):  # other names than most configurations have
-        parts = None
+    parts = estimate_memory(
+        model.name, device=device, dtype=model.dtype, load_in_4bit=model.load_in_4bit,
+        rank=learning.rank, adapters=len(config.trained),
+        gradient_checkpointing=learning.gradient_checkpointing,
+        tokens=max(batch.input_ids.numel() for batch in packed),
+        cached=in_flight * max(len(row.tokens) for row in rows)
+        if config.sampler.kind == "embedded" else 0,
+    )  # fmt: skip
     if parts is None:
         yield Finding("not known for this model's architecture")
         return

@@ -1,4 +1,4 @@
-"""``python -m agentrl.conformance``: our server passes, one that averages over rows does not."""
+"""``python -m agentrl.conformance``: our server passes, and one with three faults fails by three."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import pytest
 
 pytest.importorskip("tinker")
 
-from agentrl_trainer.client import rows
+from agentrl_trainer.client import TrainingClient, rows
+from agentrl_trainer.learner.learner import Learner
 
 pytestmark = pytest.mark.tinker
 
@@ -33,21 +34,31 @@ def test_our_own_server_does_all_of_it(shared_server: Any, tmp_path: Path) -> No
     assert len(lines) == 17
 
 
-def test_another_objective_is_found(
+def test_what_a_server_does_otherwise_is_found(
     served: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    to_row = rows.to_row
+    """It averages over a row's tokens, keeps the last call's gradient only, forgets moments."""
+    to_row, forward_backward = rows.to_row, Learner.forward_backward
 
     def averaged(*args: Any) -> Any:
         row = to_row(*args)
         return replace(row, advantages=[one / max(row.trained, 1) for one in row.advantages])
 
+    def alone(learner: Learner, rows: Any, *args: Any, **options: Any) -> Any:
+        learner.discard_gradients({row.adapter for row in rows})
+        return forward_backward(learner, rows, *args, **options)
+
     monkeypatch.setattr(rows, "to_row", averaged)
+    monkeypatch.setattr(Learner, "forward_backward", alone)
+    monkeypatch.setattr(TrainingClient, "load_state_with_optimizer", TrainingClient.load_state)
     code, lines, said = asked(served.url, tmp_path)
     assert code == 1
     assert "agentrl cannot train over it: sums the loss over tokens" in said
-    [wrong] = [line for line in lines if "**no**" in line]
-    assert "it divides the loss of each row by the row's tokens" in wrong
+    wrong = [line for line in lines if "**no**" in line]
+    assert "it divides the loss of each row by the row's tokens" in wrong[0]
+    assert [line.split("|")[1].strip() for line in wrong[1:]] == [
+        "gradients of two calls add up", "goes on from a state with its optimizer",
+    ]  # fmt: skip
 
 
 def test_a_server_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -306,10 +306,6 @@ class ServiceClient:
             raise ValueError(f"a checkpoint is of one base model; this has {loaded}")
         return self._bases[loaded[0]]
 
-    def wrong_objective(self, base_model: str, rank: int) -> str | None:
-        """Return what a service of others computes otherwise than this one; None: nothing."""
-        return None
-
     def get_server_capabilities(self) -> GetServerCapabilitiesResponse:
         """Return the known base models: locally the loaded ones, and the tiny one of the package.
 

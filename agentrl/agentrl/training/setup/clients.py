@@ -21,7 +21,6 @@ from agentrl.training.setup.initial_adapters import create_adapters
 from agentrl_trainer.client import ServiceClient, TrainingClient
 from agentrl_trainer.distributed.plan import SetupCall
 from agentrl_trainer.distributed.ranks import RankError
-from agentrl_trainer.learner.learner import default_token_budget
 from agentrl_trainer.learner.loss_options import ValueParams
 from agentrl_trainer.learner.optimizers import default_learning_rate
 from agentrl_trainer.memory import fitting_token_budget
@@ -141,18 +140,16 @@ def token_budget_of(model: ModelSettings, learning: LearningSettings) -> int:
     """Return the tokens of a micro-batch: those of the settings, or what fits."""
     if learning.micro_batch_tokens:
         return learning.micro_batch_tokens
-    device = choose_device(model.device)
-    try:
-        return fitting_token_budget(
-            model.name, rank=learning.rank, device=device, dtype=model.dtype,
-            gradient_checkpointing=learning.gradient_checkpointing,
-        )  # fmt: skip
-    except (AttributeError, TypeError, ValueError):  # other names than most configurations have
-        return default_token_budget(device.type)
+    return fitting_token_budget(
+        model.name, rank=learning.rank, device=choose_device(model.device), dtype=model.dtype,
+        gradient_checkpointing=learning.gradient_checkpointing,
+    )  # fmt: skip
 
 
 def _on_tinker(config: TrainConfig, folder: Path) -> TrainingClients:
     import tinker
+
+    from agentrl_trainer.client.tinker.service import TinkerServiceClient
 
     model = config.model.name
     source = config.tinker.tokenizer or model
@@ -169,7 +166,7 @@ def _on_tinker(config: TrainConfig, folder: Path) -> TrainingClients:
     failures = (tinker.TinkerError, ConnectionError)
     unlike = (AssertionError, KeyError)  # the SDK's, of answers that it does not know
     try:
-        service = ServiceClient(backend="tinker", base_url=config.tinker.base_url, folder=folder)
+        service = TinkerServiceClient(base_url=config.tinker.base_url, folder=folder)
         served = {one.model_name: one for one in service.get_server_capabilities().supported_models}
         names, seed = list(config.trained), config.run.seed
         clients = create_adapters(service, model, config.learning, names, seed, RunFolder(folder))

@@ -42,7 +42,7 @@ def wrong_objective(made: Callable[[], Probe]) -> str | None:
     Args:
         made: called for each question; each needs an adapter that has learned nothing.
     """
-    return _other_logprobs(made()) or _other_sum(made())
+    return _other_logprobs(made()) or other_sum(made())
 
 
 def _other_logprobs(probe: Probe) -> str | None:
@@ -61,7 +61,7 @@ def _other_logprobs(probe: Probe) -> str | None:
     return None
 
 
-def _other_sum(probe: Probe) -> str | None:
+def other_sum(probe: Probe) -> str | None:
     """Reward a token by 1 where it is alone, and by -2 at the head of a long row.
 
     Summed, it becomes less likely. Averaged over each row's tokens, it becomes more likely: over

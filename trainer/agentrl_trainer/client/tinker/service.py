@@ -86,14 +86,14 @@ class TinkerServiceClient(ServiceClient):
         return TinkerSamplingClient(made)
 
     def wrong_objective(self, base_model: str, rank: int) -> str | None:
-        """Return what the service computes otherwise than Tinker; see ``probe``."""
+        """Return what the service computes otherwise than Tinker; None: nothing was found."""
+        return wrong_objective(lambda: self.probe(base_model, rank))
+
+    def probe(self, base_model: str, rank: int) -> Probe:
+        """Make an adapter to ask about, which no checkpoint holds."""
+        client = self._service.create_lora_training_client(base_model, rank=rank).result()
         sampling = self.create_sampling_client(base_model=base_model)
-
-        def made() -> Probe:
-            client = self._service.create_lora_training_client(base_model, rank=rank).result()
-            return Probe(TinkerTrainingClient(self, client, "probe"), sampling)
-
-        return wrong_objective(made)
+        return Probe(TinkerTrainingClient(self, client, "probe"), sampling)
 
     def get_server_capabilities(self) -> GetServerCapabilitiesResponse:
         return self._rest.get_server_capabilities().result()  # has the same fields
