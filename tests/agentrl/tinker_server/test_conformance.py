@@ -1,4 +1,4 @@
-"""``python -m agentrl.conformance``: our server passes, and one with three faults fails by three."""
+"""``python -m agentrl.conformance``: our server passes; one with three faults fails by three."""
 
 from __future__ import annotations
 
