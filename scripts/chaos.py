@@ -7,10 +7,10 @@
 
 The victims are the gateway, the runners' pool, one of its workers, an agent, the trainer (which is
 resumed), another rank of ``--trainers 2``, PostgreSQL and vLLM. Runs alternate between one adapter,
-two adapters, asynchronous training in shared processes, and two trainers, on SQLite and on
-PostgreSQL. Most strikes are SIGKILL; every fifth one is SIGSTOP, and SIGCONT up to three seconds
-later. At a run's end the script reads the raw tables and compares them with what the agents wrote
-down: see ``problems_of``. The exit status is 1 if anything is wrong.
+two adapters, asynchronous training in shared processes, two trainers, and two that share a base
+model, on SQLite and on PostgreSQL. Most strikes are SIGKILL; every fifth one is SIGSTOP, and
+SIGCONT up to three seconds later. At a run's end the script reads the raw tables and compares them
+with what the agents wrote down: see ``problems_of``. The exit status is 1 if anything is wrong.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ SHAPES: dict[str, list[str]] = {
     "two_adapters": TWO_ADAPTERS,
     "asynchronous": AHEAD,
     "ranks": ["--trainers", "2"],
+    "ranks_sharded": ["--trainers", "2", "--shard-base"],
 }
 
 
@@ -347,7 +348,7 @@ def chaos(
         on_sqlite = store == "sqlite"
         url = str(place / "store.db") if on_sqlite else postgres.database(place.name)  # type: ignore[union-attr]
         run = Run(place, shape, url, steps, pause_s, vllm or [])
-        here = {"postgres": not on_sqlite, "rank": shape == "ranks"}
+        here = {"postgres": not on_sqlite, "rank": "ranks" in shape}
         allowed = Counter({k: min(n, 6) for k, n in left.items() if here.get(k, True)})
         before = allowed.copy()
         began = time.monotonic()

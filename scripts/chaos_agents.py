@@ -64,3 +64,6 @@ async def asynchronous(task: dict[str, Any]) -> None:
 def ranks(task: dict[str, Any]) -> None:
     """Do as one adapter; two trainers compute the updates."""
     one_adapter(task)
+
+
+ranks_sharded = ranks

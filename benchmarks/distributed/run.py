@@ -1,6 +1,6 @@
 """Several trainer processes beside one: equal results, CPU seconds of a rank, bytes sent.
 
-python benchmarks/distributed/run.py            # 8 minutes on two idle cores
+python benchmarks/distributed/run.py            # 15 minutes on two idle cores
 python benchmarks/distributed/run.py --smoke    # does everything run?
 """
 
@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from agentrl_trainer.data.training_row import TrainingRow
-from agentrl_trainer.distributed.plan import FollowerPlan
-from agentrl_trainer.distributed.ranks import RankedLearner
+from agentrl_trainer.distributed.plan import RankPlan
+from agentrl_trainer.distributed.ranks import Followers, RankedLearner
 from agentrl_trainer.learner.learner import Learner
 from agentrl_trainer.learner.loss_options import AdamParams
 from agentrl_trainer.models.loading import load_base
@@ -41,30 +41,38 @@ def main() -> None:
     given = parser.parse_args()
     if given.case:
         model, ranks, seed = given.case
-        print(json.dumps(measure(model, int(ranks), int(seed))))
+        print(json.dumps(measure(model, ranks, int(seed))))
         return
     where = machine(1)
     seeds, steady = (
         range(1 if given.smoke else 5),
         "agentrl-tiny" if given.smoke else "smollm2-135m",
     )
-    equal = {n: [case("agentrl-tiny", n, seed) for seed in seeds] for n in (1, 2, 3)}
-    speed = {n: case(steady, n, 0) for n in (1, 2)}
+    kinds = ("1", "2", "3", "2 sharded", "3 sharded")
+    equal = {kind: [case("agentrl-tiny", kind, seed) for seed in seeds] for kind in kinds}
+    speed = {kind: case(steady, kind, 0) for kind in ("1", "2", "2 sharded")}
+    goals = {"2": ("1e-6", ""), "3": ("1e-6", ""), "2 sharded": ("", "1e-3")}
+    goals["3 sharded"] = goals["2 sharded"]
     report = [
         where, "", "Beside one learner, agentrl-tiny, the largest of "
         f"{len(seeds)} seeds after 6 steps of 32 rows with two adapters, PPO and clipping:", "",
         *table(
-            ["ranks", "loss, relative", "adapters, relative", "goal", "bytes a step and rank"],
-            [["1, other micro-batches" if n == 1 else f"{n}",
+            ["ranks", "loss, relative", "adapters, relative", "goal", "of their update", "goal",
+             "bytes a step and rank"],
+            [["1, other micro-batches" if kind == "1" else kind,
               *(f"{max(one[key] for one in found):.1e}" for key in ("loss", "weights")),
-              "" if n == 1 else "1e-6", f"{found[0]['bytes']:,.0f}"]
-             for n, found in equal.items()],
+              goals.get(kind, ("", ""))[0], f"{max(one['update'] for one in found):.1e}",
+              goals.get(kind, ("", ""))[1], f"{found[0]['bytes']:,.0f}"]
+             for kind, found in equal.items()],
         ), "", f"A step of 64 rows (8 groups, 64 + 64 tokens) of {steady}, one thread a rank:", "",
         *table(
-            ["ranks", "seconds", "CPU seconds of a rank, the largest", "of one process", "goal"],
-            [[f"{n}", f"{one['seconds']:.1f}", f"{max(one['cpu']):.1f}",
-              f"{max(one['cpu']) / max(speed[1]['cpu']):.2f}", "" if n == 1 else "≤ 0.6"]
-             for n, one in speed.items()],
+            ["ranks", "seconds", "CPU seconds of a rank, the largest", "of one process", "goal",
+             "MB of the base in a rank", "of one process", "goal"],
+            [[kind, f"{one['seconds']:.1f}", f"{max(one['cpu']):.1f}",
+              f"{max(one['cpu']) / max(speed['1']['cpu']):.2f}", "≤ 0.6" if kind == "2" else "",
+              f"{one['base'] / 1e6:.0f}", f"{one['base'] / speed['1']['base']:.2f}",
+              "≤ 0.6" if "sharded" in kind else ""]
+             for kind, one in speed.items()],
         ),
     ]  # fmt: skip
     print("\n".join(report))
@@ -73,55 +81,65 @@ def main() -> None:
         RESULTS.with_suffix(".md").write_text("\n".join(report) + "\n")
 
 
-def case(model: str, ranks: int, seed: int) -> dict[str, Any]:
+def case(model: str, ranks: str, seed: int) -> dict[str, Any]:
     """Measure in a process of its own."""
-    command = [sys.executable, __file__, "--case", model, str(ranks), str(seed)]
+    command = [sys.executable, __file__, "--case", model, ranks, str(seed)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def measure(model: str, ranks: int, seed: int) -> dict[str, Any]:
+def measure(model: str, ranks: str, seed: int) -> dict[str, Any]:
+    """Measure a number of ranks, such as ``2`` or ``2 sharded``."""
     torch.set_num_threads(1)
     first: dict[str, Any] = {"adapters": ("a",), "rank": 16, "seed": seed}
-    ours = Learner(load_base(model, **MODEL), **first)
-    plan = FollowerPlan(model, MODEL, learner_options=first, size=ranks)
-    ranked: Any = RankedLearner(ours, plan) if ranks > 1 else ours
+    size, shard = int(ranks[0]), "sharded" in ranks
+    followers = Followers(RankPlan(model, MODEL, size, shard=shard))
+    base = followers.start().load() if shard else followers.plan.load()
+    held = sum(
+        getattr(one, "_local_tensor", one).untyped_storage().nbytes()
+        for one in base.model.parameters()
+    )
+    ranked: Any = RankedLearner(followers, base, first) if size > 1 else Learner(base, **first)
     ranked.add_adapter("b", rank=8, seed=seed + 1)
     if model == "agentrl-tiny":
         # One process is compared with itself, packed otherwise: what rounding alone makes.
-        budget = 400 if ranks == 1 else None
+        budget = 400 if size == 1 else None
         one = Learner(load_base(model, **MODEL), **first, token_budget=budget)
         one.add_adapter("b", rank=8, seed=seed + 1)
         found = compare(one, ranked, seed)
-        sent = ranked.sent / 6 if ranks > 1 else 0
+        sent = ranked.sent / 6 if size > 1 else 0
     else:
-        found, sent = {}, 0
+        found, sent = dict[str, Any](), 0
     ranked.forward_backward(rows(seed, 1, 4, 4))  # followers start, and everyone warms up
     ranked.optim_step(ADAM)
-    pids = [os.getpid(), *(one.process.pid for one in getattr(ranked, "_followers", ()))]
+    pids = [os.getpid(), *(one.process.pid for one in followers.running)]
     work, before, began = rows(seed, 8, 64, 64, ("a",)), [cpu(pid) for pid in pids], time.time()
     ranked.forward_backward(work)
     ranked.optim_step(ADAM)
-    found |= {"seconds": time.time() - began, "bytes": sent}
+    found |= {"seconds": time.time() - began, "bytes": sent, "base": held}
     found["cpu"] = [cpu(pid) - start for pid, start in zip(pids, before, strict=True)]
-    if ranks > 1:
-        ranked.close()
+    followers.end()
     return found
 
 
-def compare(one: Learner, ranked: Any, seed: int) -> dict[str, float]:
+def compare(one: Learner, ranked: Any, seed: int) -> dict[str, Any]:
     """Make the same 6 steps with both; return the largest relative differences."""
-    loss = 0.0
+    loss, start = 0.0, weights_of(one)
     for step in range(6):
         work = rows(1000 * seed + step, 8, 40, 24)[:32]
         losses = [of.forward_backward(work, "ppo").loss for of in (one, ranked)]
         for of in (one, ranked):
             of.optim_step(ADAM)
         loss = max(loss, abs(losses[1] - losses[0]) / abs(losses[0]))
-    states = [of.state_dict() for of in (one, ranked)]
-    keys = [key for key in states[0] if key.startswith("weights/")]
-    ours, theirs = (torch.cat([state[key].flatten() for key in keys]).double() for state in states)
-    return {"loss": loss, "weights": float((ours - theirs).norm() / ours.norm())}
+    ours = weights_of(one)
+    apart = float((ours - weights_of(ranked)).norm())
+    update = float((ours - start).norm())
+    return {"loss": loss, "weights": apart / float(ours.norm()), "update": apart / update}
+
+
+def weights_of(learner: Any) -> torch.Tensor:
+    state = learner.state_dict()
+    return torch.cat([one.flatten() for key, one in state.items() if "weights/" in key]).double()
 
 
 def rows(

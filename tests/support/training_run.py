@@ -44,6 +44,8 @@ class Run:
         entrypoint = agent if {":", " "} & set(agent) else f"{SUPPORT / 'train_agents.py'}:{agent}"
         self.arguments = ["train", entrypoint]
         self.arguments += flags(**{k: v for k, v in settings.items() if v is not None})
+        self.changes: list[str] = []
+        """Flags with which it is resumed."""
         self.folder = RunFolder(folder / "run")
         self.output = ""
 
@@ -51,7 +53,7 @@ class Run:
         """Start or resume the run, by default with ``agentrl``."""
         arguments = self.arguments
         if self.folder.config.exists():
-            arguments = ["train", "--resume", str(self.folder.root)]
+            arguments = ["train", "--resume", str(self.folder.root), *self.changes]
         return subprocess.Popen(
             [sys.executable, *(program or ("-m", "agentrl")), *arguments],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

@@ -57,6 +57,7 @@ def activation(name: str, **settings: Any) -> int:
 def test_estimates(name: str, tmp_path: Path) -> None:
     source = save_model(qwen3(), tmp_path) if name == "qwen3" else name
     estimate = parts(source, 400)
+    assert parts(source, 400, parts=2)["weights"] == estimate["weights"] // 2
     base = load_base(source, device="cpu")
     assert estimate["weights"] == sum(p.numel() * 4 for p in base.model.parameters())
     learner = Learner(base, rank=8)

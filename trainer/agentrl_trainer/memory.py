@@ -85,11 +85,13 @@ def estimate_memory(
     dtype: str = "auto",
     load_in_4bit: bool = False,
     gradient_checkpointing: bool = False,
+    parts: int = 1,
 ) -> dict[str, int] | None:
     """Estimate the bytes of each part; None if the architecture is not known.
 
     Args:
         tokens: of a micro-batch.
+        parts: into which the base model is spread; the trainer holds one.
         cached: tokens whose keys and values the embedded sampler holds; 0: another one samples.
     """
     base = model_without_weights(name)
@@ -120,8 +122,8 @@ def estimate_memory(
         layers = config.num_hidden_layers
         activation = activation // layers + layers * config.hidden_size * size
     logits = min(tokens * config.vocab_size, MAX_LOGITS) * _LOGITS_BYTES
-    parts = {
-        "weights": weights,
+    found = {
+        "weights": weights // parts,
         "adapter and optimizer": adapter * _ADAM_BYTES,
         f"activations of {tokens} tokens": activation * tokens + logits,
     }
@@ -131,11 +133,11 @@ def estimate_memory(
         merges = size == 4 and count < MERGE_BELOW and not load_in_4bit and not expert_count(config)
         held = 2 if merges and on_cpu and not on_intel() else 1
         version = linear * held * adapters if merges else adapter
-        parts["sampler"] = weights * held + _VERSIONS * 4 * version
+        found["sampler"] = weights * held + _VERSIONS * 4 * version
         heads = getattr(config, "num_attention_heads", 0)  # 0: a state space, without keys
         width = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
         shared = getattr(config, "num_key_value_heads", None) or heads
-        parts[f"KV cache of {cached} tokens"] = (
+        found[f"KV cache of {cached} tokens"] = (
             2 * shared * width * config.num_hidden_layers * size * cached
         )
-    return parts
+    return found

@@ -40,6 +40,7 @@ def memory_findings(config: TrainConfig, rows: Sequence[TrainingRow]) -> Iterato
         model.name, device=device, dtype=model.dtype, load_in_4bit=model.load_in_4bit,
         rank=learning.rank, adapters=len(config.trained),
         gradient_checkpointing=learning.gradient_checkpointing,
+        parts=learning.trainers if learning.shard_base else 1,
         tokens=max(batch.input_ids.numel() for batch in packed),
         cached=in_flight * max(len(row.tokens) for row in rows)
         if config.sampler.kind == "embedded" else 0,
@@ -57,7 +58,7 @@ def compare(parts: Mapping[str, int], free: int, device: str) -> Finding:
     said = f"about {decimal(total)} of {decimal(free)} free on {device}"
     if total <= _OF_MEMORY * free:
         return Finding(f"{said}: fits")
-    helps = "choose a smaller model, model.dtype bfloat16 or model.load_in_4bit"
+    helps = "choose a smaller model, model.dtype bfloat16, load_in_4bit or learning.shard_base"
     if "activations" in largest:
         helps = "lower learning.micro_batch_tokens, or set learning.gradient_checkpointing"
     elif "KV" in largest:

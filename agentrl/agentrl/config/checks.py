@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from agentrl.config.commands import ModelCommand, OfflineConfig, TrainConfig
+    from agentrl.config.settings.learning import LearningSettings
+    from agentrl.config.settings.models import ModelSettings
 
 _LOCAL_ONLY = {
     "model.device": "the model runs on Tinker",
@@ -29,6 +31,8 @@ _LOCAL_ONLY = {
     "learning.micro_batch_tokens": "Tinker packs its own batches",
     "learning.gradient_checkpointing": "Tinker manages its own memory",
     "learning.trainers": "Tinker trains on machines of its own",
+    "learning.trainers_on": "Tinker trains on machines of its own",
+    "learning.shard_base": "Tinker manages its own memory",
     "learning.alpha": "Tinker's alpha is 32",
     "learning.init_adapter": "Tinker starts from states that it keeps itself",
     "algorithm.kl.reference": "over Tinker the reference is the base model",
@@ -131,10 +135,24 @@ def check_train(config: TrainConfig) -> None:
          "guards.on_collapse: roll_back goes back to the step with the best held-out accuracy; "
          "give evaluation.tasks, or set it to stop"),
     )  # fmt: skip
+    check_trainers(config.model, config.learning)
     if config.run.steps is not None:
         check_warmup(config.learning.warmup_steps, config.run.steps)
     if config.run.backend == "tinker":
         _check_tinker(config)
+
+
+def check_trainers(model: ModelSettings, learning: LearningSettings) -> None:
+    """Check how several trainers share the base model."""
+    _refuse(
+        (learning.trainers == 1 and learning.shard_base,
+         "learning.shard_base: has no effect without several learning.trainers"),
+        (learning.trainers == 1 and learning.trainers_on == "ray",
+         "learning.trainers: ray needs their number, 2 or more, such as ray:4"),
+        (learning.shard_base and model.load_in_4bit,
+         "learning.shard_base: not with model.load_in_4bit, whose layers cannot be spread; leave "
+         "one of them out"),
+    )  # fmt: skip
 
 
 def check_warmup(warmup_steps: int, steps: int) -> None:
@@ -243,3 +261,4 @@ def check_offline(config: OfflineConfig) -> None:
         (loss == "kto" and config.learning.batch_size < 2,
          "learning.batch_size: kto compares with answers to other prompts; give 2 or more"),
     )  # fmt: skip
+    check_trainers(config.model, config.learning)

@@ -152,7 +152,7 @@ class TrainConfig(ScoredCommand):
         "rollouts.timeout sampler.max_tokens sampler.temperature rollouts.batch_size "
         "rollouts.group_size rollouts.max_staleness algorithm.loss algorithm.estimator "
         "learning.learning_rate learning.rank learning.init_adapter learning.init_optimizer "
-        "learning.trainers "
+        "learning.trainers learning.shard_base "
         "gateway.allowed_hosts=allowed-host run.steps run.ui guards.max_hours "
         "guards.max_run_tokens guards.max_cost run.seed run.name run.folder=runs"
     )
@@ -277,8 +277,8 @@ class OfflineConfig(_Command):
 _DATA = "data.source=data data.from_run data.where"
 _LEARNED = (
     "model.name=model learning.epochs learning.batch_size learning.learning_rate learning.rank "
-    "learning.init_adapter learning.trainers evaluation.every evaluation.patience run.seed "
-    "run.name run.folder=runs"
+    "learning.init_adapter learning.trainers learning.shard_base evaluation.every "
+    "evaluation.patience run.seed run.name run.folder=runs"
 )
 
 

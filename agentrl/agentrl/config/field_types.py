@@ -49,6 +49,18 @@ def names_as_table(value: Any) -> Any:
     return table
 
 
+def read_place(given: Any, name: str) -> Any:
+    """Read the setting ``name`` of a table where it is ``ray:16`` as 16 on Ray, and ``ray`` as the
+    default number there."""
+    if not isinstance(given, dict):
+        return given
+    place, _, count = str(given.get(name, "")).partition(":")
+    if place != "ray":
+        return given
+    rest = {key: value for key, value in given.items() if key != name}
+    return {**rest, f"{name}_on": "ray"} | ({name: count} if count else {})
+
+
 def split_step(source: str | Path) -> tuple[Path, str]:
     """Split ``runs/NAME@STEP``; the step is empty where none is given."""
     path = Path(source)  # of which a folder above may have an @ in its name

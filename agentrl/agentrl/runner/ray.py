@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from agentrl.ray_cluster import join_or_start
 from agentrl.runner.agent_process.environment import check_environment
 from agentrl.runner.agent_spec import validate_agent
 from agentrl.runner.protocol import RunnerConfig
@@ -61,23 +62,22 @@ class RayPool:
 
     Args:
         gateway_host: the address that the gateway listens on; None: the command cannot change it.
+        places: for all that asks for Ray; None: for the runners.
 
     Raises:
         ValueError: Ray is not installed or does not start, or other nodes cannot reach the store or
             the gateway.
     """
 
-    def __init__(self, config: RunnerConfig, gateway_host: str | None = None) -> None:
-        try:
-            import ray  # pyright: ignore[reportMissingImports]
-        except ImportError:
-            raise ValueError("runners: ray is not installed; pip install ray") from None
+    def __init__(
+        self, config: RunnerConfig, gateway_host: str | None = None, places: int | None = None
+    ) -> None:
         check_environment()
         validate_agent(config.agent, other_python=True)
+        self._started_ray = join_or_start("runners", places or config.runners)
+        import ray  # pyright: ignore[reportMissingImports]
+
         self._ray: Any = ray
-        self._started_ray = not ray.is_initialized()
-        if self._started_ray:
-            _join_or_start(ray, config.runners)
         self._config = _within_reach(ray, config, gateway_host)
         cpus = ray.cluster_resources().get("CPU", 0)
         if cpus < config.runners:
@@ -144,30 +144,6 @@ class RayPool:
                         self._deaths[place] += 1
                         self._actors[place] = self._new_actor()
                 asked[self._actors[place].alive.remote()] = place
-
-
-def _join_or_start(ray: Any, runners: int) -> None:
-    """Join the running cluster, else start one with a place for every runner."""
-    settings: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
-    try:
-        ray.init(address="auto", **settings)
-        return
-    except ConnectionError as error:
-        if address := os.environ.get("RAY_ADDRESS"):
-            raise ValueError(
-                f"runners: no Ray cluster answers at RAY_ADDRESS {address}: {error} Start it, or "
-                "unset RAY_ADDRESS to have one started here"
-            ) from error
-    cpus = max(runners, os.cpu_count() or 1)
-    try:
-        ray.init(address="local", include_dashboard=False, num_cpus=cpus, **settings)
-    except Exception as error:  # Ray raises nothing narrower
-        ray.shutdown()
-        raise ValueError(  # a usual cause is ray-project/ray#65983
-            f"runners: Ray did not start: {error} On a busy machine Ray's helper process may take "
-            "longer than the 15 seconds that Ray allows it: try again, or join a cluster that "
-            "`ray start --head` has started. Ray's own logs are in /tmp/ray/session_latest/logs"
-        ) from error
 
 
 def _within_reach(ray: Any, config: RunnerConfig, gateway_host: str | None) -> RunnerConfig:

@@ -16,6 +16,7 @@ from agentrl.config.secrets import secret_variables, store_url, without_password
 from agentrl.console.output import stderr
 from agentrl.gateway.handle import GatewayHandle
 from agentrl.gateway.process import GatewayPlan, import_gateway
+from agentrl.ray_cluster import places_of
 from agentrl.runner.pool_client import start_pool
 from agentrl.runner.protocol import RunnerConfig
 from agentrl.runs.circumstances import note_failure
@@ -182,7 +183,9 @@ class Session:
             return start_pool(runners)
         from agentrl.runner.ray import RayPool
 
-        return RayPool(runners, self._training and self._training.gateway.host)
+        if (training := self._training) is None:
+            return RayPool(runners)
+        return RayPool(runners, training.gateway.host, places_of(training))
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if isinstance(error, KeyboardInterrupt):

@@ -132,7 +132,7 @@ def test_a_training_that_does_not_fit_is_stopped(monkeypatch: pytest.MonkeyPatch
     ("parts", "free", "fix"),
     [
         ({"weights": 3 * 10**9}, 10**10, ""),
-        ({"weights": 3 * 10**9}, 10**9, "model.load_in_4bit"),
+        ({"weights": 3 * 10**9}, 10**9, "load_in_4bit or learning.shard_base"),
         ({"weights": 10**9, "activations of 4096 tokens": 3 * 10**9}, 2 * 10**9,
          "learning.micro_batch_tokens"),
         ({"weights": 10**9, "KV cache": 3 * 10**9}, 2 * 10**9, "--runners"),

@@ -7,6 +7,7 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
 from training_run import Run, wait_for
 
 LOSS = """
@@ -26,7 +27,7 @@ def followers(run: Run) -> list[int]:
     return found
 
 
-def test_a_run_ends_with_its_rank_and_goes_on(tmp_path: Path) -> None:
+def test_a_run_ends_with_its_rank_and_goes_on_with_a_sharded_base(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(LOSS)
     run = Run(tmp_path, "mixed", trainers=2, steps=5, loss=f"{tmp_path / 'own.py'}:loss")
     process = run.start()
@@ -38,8 +39,17 @@ def test_a_run_ends_with_its_rank_and_goes_on(tmp_path: Path) -> None:
     assert f"continue with --resume {run.folder.root}" in run.output
     assert "Traceback" not in run.output
     assert run.processes() == []
+    run.changes = ["--shard-base"]
     run.finish()
+    assert "learning.shard_base" in run.output
     assert [row["step"] for row in run.steps()] == [1, 2, 3, 4, 5]
     assert all(row["tokens/trained"] > 0 for row in run.steps())
     assert run.accounting().adds_up
     assert run.processes() == []
+
+
+def test_trainers_and_runners_on_ray(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    run = Run(tmp_path, "mixed", trainers="ray:2", runners="ray:2").finish()
+    assert run.accounting().trained == 32
+    assert run.accounting().adds_up

@@ -5,52 +5,30 @@
 
 from __future__ import annotations
 
-import random
+import math
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ranked_rows import ADAM, MODEL, TINY, distance, groups, ranks_of
 from torch import Tensor
 
 from agentrl_trainer.client import AdamParams as ClientAdam
 from agentrl_trainer.client import ServiceClient
-from agentrl_trainer.data.training_row import TrainingRow, with_extra
+from agentrl_trainer.data.training_row import with_extra
 from agentrl_trainer.distributed import plan as plans
-from agentrl_trainer.distributed.plan import FollowerPlan
+from agentrl_trainer.distributed.plan import RankPlan
 from agentrl_trainer.distributed.ranks import RankedLearner, RankError
+from agentrl_trainer.distributed.sharded import ShardedLearner
 from agentrl_trainer.learner.learner import Learner
-from agentrl_trainer.learner.loss_options import AdamParams, ValueParams
+from agentrl_trainer.learner.loss_options import ValueParams
 from agentrl_trainer.models.loading import load_base
 
-TINY = "agentrl-tiny"
-MODEL: dict[str, Any] = {"device": "cpu", "dtype": "float32"}
 VALUE = ValueParams(lr=1e-3, clip=0.2)
 FIRST: dict[str, Any] = {"adapters": ("a",), "rank": 8, "seed": 1, "value": VALUE}
-ADAM = AdamParams(learning_rate=1e-3, grad_clip_norm=1.0)
-
-
-def groups(seed: int, count: int = 6, adapters: tuple[str, ...] = ("a", "b")) -> list[TrainingRow]:
-    """Groups of four rows with a common prompt, of each adapter in turn."""
-    draw, rows = random.Random(seed), list[TrainingRow]()
-    for group in range(count):
-        prompt = [draw.randrange(5, 200) for _ in range(30)]
-        for _ in range(4):
-            answer = [draw.randrange(5, 200) for _ in range(draw.randrange(4, 20))]
-            mask = [False] * len(prompt) + [True] * len(answer)
-            advantage, size = draw.gauss(0, 1), len(mask)
-            rows.append(
-                TrainingRow(
-                    prompt + answer,
-                    mask,
-                    [-5.0 * on for on in mask],
-                    [advantage * on for on in mask],
-                    adapters[group % len(adapters)],
-                    {"returns": [advantage] * size, "values": [0.1] * size},
-                )
-            )
-    return rows
 
 
 def two_adapters(of: Any) -> Any:
@@ -58,7 +36,10 @@ def two_adapters(of: Any) -> Any:
     return of
 
 
-def test_a_run_resumes_bit_for_bit(tmp_path: Any) -> None:
+@pytest.mark.parametrize("shard", [False, True])
+def test_a_run_resumes_bit_for_bit(tmp_path: Any, shard: bool) -> None:
+    trainers = {"size": 2, "shard": shard}
+
     def steps(training: Any, seeds: range) -> None:
         for seed in seeds:
             training.forward_backward(groups(seed, adapters=("policy",)), "ppo", None)
@@ -70,13 +51,13 @@ def test_a_run_resumes_bit_for_bit(tmp_path: Any) -> None:
     def client(service: ServiceClient) -> Any:
         return service.create_lora_training_client(TINY, 4, seed=3, name="policy")
 
-    with ServiceClient(folder=tmp_path / "whole", trainers=2, **MODEL) as service:
+    with ServiceClient(folder=tmp_path / "whole", trainers=trainers, **MODEL) as service:
         training = client(service)
         steps(training, range(2))
         service.save_checkpoint(tmp_path / "saved", 2).result()
         steps(training, range(2, 4))
         whole = state(training)
-    with ServiceClient(folder=tmp_path / "resumed", trainers=2, **MODEL) as service:
+    with ServiceClient(folder=tmp_path / "resumed", trainers=trainers, **MODEL) as service:
         training = client(service)
         assert service.restore_checkpoint(tmp_path / "saved").result().checkpoint
         steps(training, range(2, 4))
@@ -84,26 +65,31 @@ def test_a_run_resumes_bit_for_bit(tmp_path: Any) -> None:
     assert all(torch.equal(whole[key], resumed[key]) for key in whole)
 
 
-@pytest.fixture(scope="module")
-def both() -> Iterator[tuple[Learner, RankedLearner]]:
-    """A learner, and two ranks; tests do the same with both."""
+@pytest.fixture(scope="module", params=["whole", "sharded"])
+def both(request: pytest.FixtureRequest) -> Iterator[tuple[Learner, RankedLearner]]:
+    """A learner, and two ranks; tests do the same with both.
+
+    Of the sharded base, some rows exceed the budget of tokens: their layers are computed twice.
+    """
     torch.set_num_threads(1)
-    one, first = (Learner(load_base(TINY, **MODEL), **FIRST) for _ in range(2))
-    plan = FollowerPlan(TINY, MODEL, learner_options=FIRST, size=2)
-    ranked = two_adapters(RankedLearner(first, plan))
+    shard = request.param == "sharded"
+    options = {**FIRST, "token_budget": 45 if shard else None}
+    one = Learner(load_base(TINY, **MODEL), **options)
+    ranked = two_adapters(ranks_of(RankPlan(TINY, MODEL, 2, shard=shard), options))
     yield two_adapters(one), ranked
     ranked.close()
 
 
-def distance(one: Learner, ranked: Any) -> float:
-    """Of all weights, relative to their norm."""
-
-    def flat(state: dict[str, Tensor]) -> Tensor:
-        weights = [state[key].flatten() for key in sorted(state) if key.startswith("weights/")]
-        return torch.cat(weights).double()
-
-    ours, theirs = flat(one.state_dict()), flat(ranked.state_dict())
-    return float((ours - theirs).norm() / ours.norm())
+def test_each_rank_holds_its_part_of_a_sharded_base(both: tuple[Learner, Any]) -> None:
+    whole, part = (
+        sum(
+            getattr(tensor, "_local_tensor", tensor).numel()
+            for tensor in of.base.model.parameters()
+        )
+        - sum(tensor.numel() for own in of.parameters.values() for tensor in own.values())
+        for of in both
+    )
+    assert part <= whole * (0.51 if isinstance(both[1].learner, ShardedLearner) else 1)
 
 
 def test_steps_are_those_of_one_learner(both: tuple[Learner, Any]) -> None:
@@ -143,6 +129,17 @@ def test_fewer_rows_than_ranks_and_an_idle_adapter(both: tuple[Learner, Any]) ->
     assert distance(*both) < 1e-6
 
 
+def test_a_saved_adapter_is_a_reference(both: tuple[Learner, Any], tmp_path: Path) -> None:
+    found = list[list[float]]()
+    for of, name in zip(both, ("one", "ranked"), strict=True):
+        of.save("a", tmp_path / name)
+        of.add_reference("start", tmp_path / name)
+        rows = of.with_reference(groups(6, 1), "start")
+        found += [rows[0].extra["reference"]]
+        assert rows[0].extra["reference"] == pytest.approx(of.forward(rows)[0], abs=3e-5)
+    assert found[1] == pytest.approx(found[0], abs=3e-5)
+
+
 def test_a_custom_loss_is_called_once_with_all_log_probs(both: tuple[Learner, Any]) -> None:
     def loss(rows: Any, logprobs: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
         sums = torch.stack([row.sum() for row in logprobs])
@@ -159,6 +156,7 @@ def test_what_is_not_finite_changes_nothing_on_any_rank(both: tuple[Learner, Any
     rows = groups(9)
     broken = [*rows[:-1], with_extra(rows[-1:], temperature=[[0.0] * len(rows[-1].tokens)])[0]]
     for of in both:
+        assert [math.isfinite(sum(row)) for row in of.forward(broken)] == [*[True] * 23, False]
         before = of.state_dict()
         assert of.forward_backward(broken).skipped_non_finite
         assert of.optim_step(ADAM).skipped_non_finite
@@ -170,9 +168,13 @@ def test_a_rank_that_dies_fails_the_call_and_the_next_goes_on(both: tuple[Learne
     one, ranked = both
     for of in both:
         of.load_state_dict(one.state_dict())
-    ranked._followers[0].process.kill()
+    ranked._followers.running[0].process.kill()
     with pytest.raises(RankError, match="rank 1 of 2 ended: it was killed by signal 9"):
         ranked.forward_backward(groups(10))
+    if isinstance(ranked.learner, ShardedLearner):
+        with pytest.raises(RankError, match="the base model is gone with the rank that ended"):
+            ranked.forward(groups(10))
+        return
     for of in both:
         of.forward_backward(groups(10))
         of.optim_step(ADAM)
@@ -188,8 +190,7 @@ def test_a_rank_that_dies_while_the_ranks_meet_fails_the_call(
     monkeypatch.setattr(plans, "JOIN", timedelta(seconds=2))
     first: dict[str, Any] = {"adapters": ("a",), "rank": 4, "seed": 1}
     setup = [("rank_killed:at_the_meeting", ())]
-    plan = FollowerPlan(TINY, MODEL, setup, first, size=2)
-    ranked = RankedLearner(Learner(load_base(TINY, **MODEL), **first), plan)
+    ranked = ranks_of(RankPlan(TINY, MODEL, 2, setup), first)
     with pytest.raises(RankError, match="rank 1 of 2 ended: it was killed by signal 9"):
         ranked.forward(groups(1, adapters=("a",)))
     ranked.close()

@@ -8,7 +8,6 @@ import itertools
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import Any, cast
 
 from torch import Tensor
@@ -16,7 +15,7 @@ from torch import Tensor
 from agentrl_trainer.checkpoint import Checkpoint, latest_checkpoint
 from agentrl_trainer.client.futures import OperationThread
 from agentrl_trainer.client.types import Folder
-from agentrl_trainer.distributed.plan import FollowerPlan
+from agentrl_trainer.distributed.ranks import Followers, RankedLearner
 from agentrl_trainer.inference import RequestError, SamplerEngine
 from agentrl_trainer.learner.learner import Learner
 from agentrl_trainer.models.devices import on_own_thread
@@ -29,15 +28,15 @@ class LocalBase:
     thread and its own copy of the base.
 
     ``load`` is called once for training and once for sampling, each at first use. ``followers``:
-    other processes that train with this one.
+    other ranks that train with this one.
     """
 
     def __init__(
         self,
         name: str,
-        load: Callable[[], BaseModel],
+        load: Callable[..., BaseModel],
         learner_options: Mapping[str, Any],
-        followers: FollowerPlan | None = None,
+        followers: Followers | None = None,
     ) -> None:
         self.name = name
         self.worker = OperationThread(f"agentrl-train-{name}")
@@ -55,7 +54,7 @@ class LocalBase:
     def training(self) -> BaseModel:
         with self._lock:
             if self._training is None:
-                self._training = on_own_thread(self._load)
+                self._training = on_own_thread(self._load_for_training)
                 self.adaptable = adaptable(self._training.model)
             return self._training
 
@@ -83,16 +82,22 @@ class LocalBase:
     def add_adapter(self, name: str, **lora: Any) -> None:
         """Add an adapter to the learner, or make the learner with it; on the worker."""
         if self._learner is None:
-            options = {**lora, **self._learner_options}
-            learner = Learner(self.training, adapters=(name,), **options)
-            if self._followers is not None:
-                from agentrl_trainer.distributed.ranks import RankedLearner
-
-                options = {"adapters": (name,), **options}
-                learner = RankedLearner(learner, replace(self._followers, learner_options=options))
-            self._learner = cast(Learner, learner)
+            base, options = self.training, {"adapters": (name,), **lora, **self._learner_options}
+            if self._followers is None:
+                self._learner = Learner(base, **options)
+            else:
+                self._learner = cast(Learner, RankedLearner(self._followers, base, options))
         else:
             self._learner.add_adapter(name, **lora)
+
+    def _load_for_training(self) -> BaseModel:
+        if self._followers is None or not self._followers.plan.shard:
+            return self._load()
+        try:
+            return self._load(self._followers.start().load)
+        except Exception as error:
+            self._followers.end(error)
+            raise
 
     def serve(self, folder: Folder) -> str:
         """Load a PEFT folder into the sampler; return the name it has there."""
@@ -109,8 +114,8 @@ class LocalBase:
                 self._engine.unload_adapter(name)
 
     def close(self) -> None:
-        if self._followers is not None and self._learner is not None:
-            self.worker.submit(cast(Any, self._learner).close).result()
+        if self._followers is not None:
+            self.worker.submit(self._followers.end).result()
         self.worker.shutdown()
         if self._engine is not None:
             self._engine.stop()

@@ -16,7 +16,7 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import cached_property, partial
 from pathlib import Path
@@ -46,7 +46,8 @@ from agentrl_trainer.client.types import (
     SavedPath,
     SupportedModel,
 )
-from agentrl_trainer.distributed.plan import FollowerPlan, SetupCall
+from agentrl_trainer.distributed.plan import RankPlan
+from agentrl_trainer.distributed.ranks import Followers
 from agentrl_trainer.models.loading import BaseModel, load_base
 from agentrl_trainer.models.saved_lora import CONFIG_FILE
 from agentrl_trainer.names import TINY_MODEL, check_name
@@ -66,10 +67,10 @@ class ServiceClient:
         device, dtype: of the local model, see ``loading.load_base``.
         options: Tinker-only parameters, and for the local backend ``load_in_4bit``,
             ``trust_remote_code``, ``chat_template`` (``loading.load_base``), ``token_budget``,
-            ``gradient_checkpointing`` and ``value`` (``learner.Learner``), ``trainers``: processes
-            that train as one, of which this is the first, ``trainer_setup``: what each other one
-            calls first (``distributed.ranks.FollowerPlan``), and ``threads``: torch's for a model
-            of so many parameters, where the process leaves them to the service.
+            ``gradient_checkpointing`` and ``value`` (``learner.Learner``), ``trainers``: of the
+            processes that train as one, of which this is the first (``size``, ``shard``,
+            ``launch`` and ``setup`` of ``distributed.plan.RankPlan``), and ``threads``: torch's
+            for a model of so many parameters, where the process leaves them to the service.
     """
 
     folder: Path
@@ -110,8 +111,7 @@ class ServiceClient:
         self._model_options = {name: ours.pop(name) for name in of_model}
         self._model_options |= {"device": device, "dtype": dtype}
         self._threads: Callable[[int], int] | None = ours.pop("threads", None)
-        self._trainers: int = ours.pop("trainers", 1)
-        self._trainer_setup: Sequence[SetupCall] = ours.pop("trainer_setup", ())
+        self._ranks: dict[str, Any] = {"size": 1, **ours.pop("trainers", {})}
         self._learner_options = ours
         self._bases: dict[str, LocalBase] = {}
         self._made = 0
@@ -169,15 +169,14 @@ class ServiceClient:
         with self._lock:
             if name not in self._bases:
                 followers = None
-                if self._trainers > 1:
-                    options, setup = self._model_options, self._trainer_setup
-                    followers = FollowerPlan(name, options, setup, size=self._trainers)
+                if self._ranks["size"] > 1:
+                    followers = Followers(RankPlan(name, self._model_options, **self._ranks))
                 load = partial(self._load, name)
                 self._bases[name] = LocalBase(name, load, self._learner_options, followers)
             return self._bases[name]
 
-    def _load(self, name: str) -> BaseModel:
-        base = load_base(name, **self._model_options)
+    def _load(self, name: str, load: Callable[[], BaseModel] | None = None) -> BaseModel:
+        base = load() if load else load_base(name, **self._model_options)
         if self._threads is not None:  # of the threads that train and sample, which start next
             torch.set_num_threads(self._threads(base.parameters))
         return base

@@ -111,6 +111,7 @@ def pack(
     token_budget: int,
     enough: int | None = None,
     share: bool = True,
+    stems: bool = True,
 ) -> list[MicroBatch]:
     """Make micro-batches of at most ``token_budget`` tokens, or of a single row, besides stems.
 
@@ -122,12 +123,17 @@ def pack(
             almost nothing with it.
         share: make tries of about equal size, as few as the budget allows; else padded rows of
             similar length.
+        stems: compute long prefixes that micro-batches share once, not in each of them.
     """
     rows = _rows(source)
     if share:
         families: list[list[_Chunk]] = []
         for _, own in groupby(rows, key=lambda row: row.adapter):
-            families += _families([*own], None, token_budget, enough or token_budget)
+            if stems:
+                families += _families([*own], None, token_budget, enough or token_budget)
+            else:
+                chunks = _balanced_chunks([*own], 0, token_budget, enough or token_budget)
+                families += [[_Chunk(chunk, None)] for chunk in chunks]
         families.sort(key=lambda family: -max(chunk.size for chunk in family))
         chunks = [chunk for family in families for chunk in family]
     else:

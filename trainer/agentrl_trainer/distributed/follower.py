@@ -1,5 +1,6 @@
-"""The process of a rank beside the first: makes the calls that it is sent, until its pipe ends.
+"""A rank beside the first: does what the first one sends.
 
+As a process of the first one's machine, until their pipe ends:
 python -m agentrl_trainer.distributed.follower FILE_DESCRIPTOR
 """
 
@@ -7,33 +8,54 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import sys
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pkgutil import resolve_name
+from typing import Any
 
 import torch
 
-from agentrl_trainer.distributed.plan import FollowerPlan
+from agentrl_trainer.distributed.plan import RankPlan, SetupCall
 from agentrl_trainer.distributed.rank import Rank
-from agentrl_trainer.learner.learner import Learner
-from agentrl_trainer.models.loading import load_base
+from agentrl_trainer.distributed.sharded import learner_of
+
+
+class Follower:
+    """``join``, ``load``, ``learn``, then any number of ``call``."""
+
+    def __init__(self, setup: Sequence[SetupCall]) -> None:
+        for name, arguments in setup:
+            resolve_name(name)(*arguments)
+
+    def do(self, pickled: bytes) -> None:
+        """Call one of the methods below: (name, arguments, named arguments)."""
+        name, args, named = pickle.loads(pickled)
+        getattr(self, name)(*args, **named)
+
+    def join(self, plan: RankPlan) -> None:
+        self._plan = plan
+        plan.join()
+
+    def load(self) -> None:
+        self._base = self._plan.load()
+
+    def learn(self, options: Mapping[str, Any]) -> None:
+        """Make the learner."""
+        self._rank = Rank(learner_of(self._plan.shard)(self._base, **options))
+
+    def call(self, threads: int, name: str, *args: Any, **named: Any) -> None:
+        """Call a method of the rank, which may use so many threads."""
+        torch.set_num_threads(threads)
+        getattr(self._rank, name)(*args, **named)
 
 
 def follow(pipe: Connection) -> None:
-    plan: FollowerPlan = pipe.recv()
-    torch.set_num_threads(plan.threads)
-    for name, arguments in plan.setup:
-        resolve_name(name)(*arguments)
-    device = f"cuda:{plan.rank}" if plan.device == "cuda" else plan.device
-    options = {**plan.model_options, "device": device}
-    rank = Rank(Learner(load_base(plan.model, **options), **plan.learner_options))
-    for name, arguments, named in plan.structure:
-        getattr(rank, name)(*arguments, **named)
+    follower = Follower(pipe.recv())
     pipe.send(None)  # ready
-    plan.join()
     while True:
-        name, arguments, named = pipe.recv()
-        getattr(rank, name)(*arguments, **named)
+        follower.do(pipe.recv_bytes())
 
 
 def main() -> None:

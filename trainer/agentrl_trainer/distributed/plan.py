@@ -1,46 +1,47 @@
-"""How a process becomes a rank of a learner: what the first one sends to the others."""
+"""How processes become the ranks of one learner: what each of them is told."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from agentrl_trainer.models.loading import BaseModel, load_base
+
 JOIN = timedelta(seconds=45)
 """How long ranks that are ready wait for each other: one that dies now is not noticed earlier."""
 _SLOWEST = timedelta(minutes=30)
-"""How long ranks wait for the slowest one's share of a call."""
-Call = tuple[str, tuple[Any, ...], dict[str, Any]]
-"""A method, its arguments and its options."""
-
-
+"""How long ranks wait for the slowest one's share of a call, or its base model."""
 SetupCall = tuple[str, tuple[Any, ...]]
 """A function, as ``module:name``, and its arguments."""
 
 
 @dataclass(frozen=True, slots=True)
-class FollowerPlan:
+class RankPlan:
     """How to become a rank; pickled."""
 
     model: str
     model_options: Mapping[str, Any]
     """Of ``load_base``."""
+    size: int
+    """How many ranks there are."""
     setup: Sequence[SetupCall] = ()
-    """Called first, in this order."""
-    learner_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    structure: Sequence[Call] = ()
-    """Calls that the learner has had since it was made."""
+    """What ranks other than the first call before anything else, in this order."""
+    shard: bool = False
+    """Each rank holds a part of the base model, not all of it."""
+    launch: Literal["here", "ray"] = "here"
+    """Where the other ranks run: as processes of this machine, or as actors on a Ray cluster."""
     device: str = "cpu"
-    """The type; on CUDA each rank has the GPU of its number."""
-    threads: int = 1
-    """Of torch, in each rank."""
+    """The type; on CUDA each rank has a GPU of its own."""
     address: str = ""
     rank: int = 0
-    size: int = 1
+    replicas: int = 1
+    """How many whole base models the parts of all ranks make."""
 
     def join(self) -> None:
         """Join the process group, which waits for all ranks.
@@ -48,8 +49,23 @@ class FollowerPlan:
         Raises:
             RuntimeError: one of them has not joined in time.
         """
+        # Ray shows each actor one GPU. transformers reads the number of a rank's GPU here.
+        os.environ["LOCAL_RANK"] = str(self.rank if self.launch == "here" else 0)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if self.device == "cuda" else "gloo", init_method=self.address,
             rank=self.rank, world_size=self.size, timeout=JOIN,
         )  # fmt: skip
         _set_pg_timeout(_SLOWEST)
+
+    def load(self) -> BaseModel:
+        """Load this rank's base model, or its part of it.
+
+        Raises:
+            ModelError: as ``load_base`` does.
+        """
+        device = self.model_options.get("device", "auto")
+        if self.device == "cuda":
+            device = f"cuda:{os.environ['LOCAL_RANK']}"
+        sizes = {"dp_replicate_size": self.replicas, "fsdp_size": self.size // self.replicas}
+        options = {**self.model_options, "device": device}
+        return load_base(self.model, **options, distributed=sizes if self.shard else None)

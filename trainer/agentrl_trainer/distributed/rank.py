@@ -1,14 +1,14 @@
 """A learner that is one of several ranks: each computes some of a step's rows.
 
-Every rank has the whole base model and all adapters, and is given all rows, so each knows its
-share without asking. Gradients are added up once for each optimizer step, which all ranks make
-alike: their weights stay equal bit for bit. Collectives are torch.distributed's, over the default
-group.
+Every rank has all adapters, and is given all rows, so each knows its share without asking.
+Gradients are added up once for each optimizer step, which all ranks make alike: their weights stay
+equal bit for bit. Collectives are torch.distributed's, over the default group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from agentrl_trainer.data.packing import count_tokens, split_rows
 from agentrl_trainer.data.training_row import TrainingRow
+from agentrl_trainer.distributed.sharded import ShardedLearner
 from agentrl_trainer.learner.learner import Learner
 from agentrl_trainer.learner.loss_options import AdamParams, LossConfig
 from agentrl_trainer.learner.optimizers import VALUE
@@ -35,6 +36,7 @@ class Rank:
 
     def __init__(self, learner: Learner) -> None:
         self.learner = learner
+        self._in_step = learner.in_step if isinstance(learner, ShardedLearner) else _freely
         self.sent = 0
         """Bytes of gradients that this rank has added to the others' so far."""
 
@@ -64,14 +66,20 @@ class Rank:
             finite = set(self.learner.finite_rows(own, loss, loss_config))
             return [index in finite for index in range(len(own))]
 
-        return [index for index, finite in enumerate(self._by_row(rows, marks)) if finite]
+        found = self._by_row(rows, marks, backward=True)
+        return [index for index, finite in enumerate(found) if finite]
 
     def _by_row(
-        self, rows: Sequence[TrainingRow], compute: Callable[[list[TrainingRow]], list[T]]
+        self,
+        rows: Sequence[TrainingRow],
+        compute: Callable[[list[TrainingRow]], list[T]],
+        *,
+        backward: bool = False,
     ) -> list[T]:
         """Gather the results of all rows, in their order."""
         shares = split_rows(rows, dist.get_world_size())
-        own = compute([rows[index] for index in shares[dist.get_rank()]])
+        with self._in_step(backward=backward):
+            own = compute([rows[index] for index in shares[dist.get_rank()]])
         by_index: dict[int, T] = {}
         for share, found in zip(shares, gathered(own), strict=True):
             by_index |= zip(share, found, strict=True)
@@ -93,10 +101,11 @@ class Rank:
         own = shares[dist.get_rank()]
         normalize_by = normalize_by or max(sum(row.trained for row in rows), 1)
         filled = [[0.0] * len(rows[index].tokens) for index in own] if logprobs_into else None
-        stats = self.learner.forward_backward(
-            [rows[index] for index in own], loss, loss_config, normalize_by, filled,
-            backward=backward,
-        )  # fmt: skip
+        with self._in_step(backward=backward):
+            stats = self.learner.forward_backward(
+                [rows[index] for index in own], loss, loss_config, normalize_by, filled,
+                backward=backward,
+            )  # fmt: skip
         parts = gathered((stats, filled, sorted(self.learner.non_finite)))
         for share, (_, logprobs, non_finite) in zip(shares, parts, strict=True):
             self.learner.non_finite |= set(non_finite)
@@ -113,7 +122,7 @@ class Rank:
             if name.removeprefix(VALUE) in names:
                 self._add_up(list(parameters.values()))
         stats = self.learner.optim_step(adam, adapters)
-        if any(other != stats for other in gathered(stats)):
+        if len({repr(other) for other in gathered(stats)}) > 1:  # equal NaN are equal here
             raise RuntimeError("the ranks' weights are no longer equal")
         return stats
 
@@ -131,6 +140,12 @@ class Rank:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.learner, name)
+
+
+@contextlib.contextmanager
+def _freely(*, backward: bool) -> Iterator[None]:
+    """A rank with the whole base model makes its passes when it likes."""
+    yield
 
 
 def gathered(value: T) -> list[T]:

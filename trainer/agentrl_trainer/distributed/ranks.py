@@ -2,35 +2,35 @@
 
     base model ─ Learner ─ Rank 0 ┐
                                   ├ torch.distributed (gloo or NCCL)
-    follower process: ─── Rank 1.. ┘
+    follower: ─────────── Rank 1.. ┘
 
 Calls that compute are sent to the followers, and made here too. Everything else, such as saving an
 adapter, is this process's alone, because all ranks have equal weights. So when a follower dies, no
-weights are lost: the call fails, and the next one starts new followers from the weights here.
+adapter is lost: the call fails, and the next one starts new followers from the weights here, unless
+the follower had a part of the base model.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import pickle
 import socket
-import subprocess
-import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection, Pipe
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from agentrl_trainer.data.training_row import TrainingRow
-from agentrl_trainer.distributed.plan import Call, FollowerPlan
+from agentrl_trainer.distributed.plan import RankPlan
+from agentrl_trainer.distributed.processes import FollowerProcess
 from agentrl_trainer.distributed.rank import Rank
-from agentrl_trainer.learner.learner import Learner
+from agentrl_trainer.distributed.sharded import learner_of
 from agentrl_trainer.learner.losses import CustomLoss, custom_slopes
 from agentrl_trainer.learner.step_stats import StepStats
+from agentrl_trainer.models.devices import choose_device
+from agentrl_trainer.models.loading import BaseModel
 
 COMPUTED = {
     "forward", "values", "with_temperature", "with_reference", "with_proximal", "finite_rows",
@@ -48,41 +48,101 @@ class RankError(RuntimeError):
     """A rank ended, and with it what all ranks were computing."""
 
 
-@dataclass(slots=True)
-class _Follower:
-    process: subprocess.Popen[bytes]
-    pipe: Connection
+class Followers:
+    """The ranks beside this process, which is the first; see ``follower.Follower``."""
 
-    def why_ended(self, timeout_s: float | None) -> str | None:
-        """Wait for its next word, or its end; return why it ended, None if it did not."""
-        with contextlib.suppress(EOFError, OSError):
-            return self.pipe.recv() if self.pipe.poll(timeout_s) else None
-        code = self.process.wait()
-        return f"it was killed by signal {-code}" if code < 0 else f"its exit code was {code}"
+    def __init__(self, plan: RankPlan) -> None:
+        self.plan = plan
+        self.running: list[Any] = []
+        self._joined = False
 
-    def end(self) -> None:
-        self.pipe.close()
-        self.process.kill()
-        self.process.wait()
+    def start(self) -> RankPlan:
+        """Start them, meet them, and have them load the base model; return this rank's plan.
+
+        Raises:
+            RankError: one could not start.
+            ValueError: they have no place, or this process is a rank already.
+        """
+        if dist.is_initialized():
+            raise ValueError("trainers: this process is a rank already; close its other service")
+        plan = replace(self.plan, device=choose_device(self.plan.model_options["device"]).type)
+        host, nodes = "127.0.0.1", [""] * plan.size
+        if plan.launch == "ray":
+            from agentrl_trainer.distributed.on_ray import own_address, own_node, start_actors
+
+            self.running = start_actors(plan.size - 1, plan.setup, gpu=plan.device == "cuda")
+            host, nodes = own_address(), [own_node(), *(one.node for one in self.running)]
+        else:
+            self.running = [FollowerProcess(plan.setup) for _ in range(1, plan.size)]
+        for rank, follower in enumerate(self.running, start=1):
+            if (why := follower.why_ended(None)) is not None:
+                raise RankError(f"rank {rank} of {plan.size} could not start: {why}")
+        with socket.socket() as free:
+            free.bind((host, 0))
+            address = f"tcp://{host}:{free.getsockname()[1]}"
+        plan = replace(plan, address=address, replicas=_replicas(nodes))
+        for rank, follower in enumerate(self.running, start=1):
+            follower.send(_message("join", replace(plan, rank=rank)))
+        plan.join()
+        self._joined = True
+        self.send("load")
+        return plan
+
+    def send(self, name: str, *args: Any, **named: Any) -> None:
+        """Have all followers call a method; does not wait."""
+        message = _message(name, *args, **named) if self.running else b""
+        for follower in self.running:
+            follower.send(message)
+
+    def end(self, error: Exception | None = None) -> None:
+        """End all of them; after an ``error``, raise RankError if one of them ended first."""
+        ended: dict[int, str] = {}
+        if isinstance(error, RuntimeError) and not isinstance(error, RankError):  # of a collective
+            for rank, follower in enumerate(self.running, start=1):
+                if (why := follower.why_ended(_LAST_WORDS_S)) is not None:
+                    ended[rank] = why
+        if self._joined:
+            dist.destroy_process_group()
+        self._joined = False
+        while self.running:
+            self.running.pop().end()
+        # Those that survived it only say that another one was gone.
+        first = [rank for rank, why in ended.items() if "closed by peer" not in why]
+        for rank in first or ended:
+            why = ended[rank]
+            raise RankError(f"rank {rank} of {self.plan.size} ended: {why}") from error
+
+
+def _message(name: str, *args: Any, **named: Any) -> bytes:
+    return pickle.dumps((name, args, named), pickle.HIGHEST_PROTOCOL)
+
+
+def _replicas(nodes: Sequence[str]) -> int:
+    """Return how many times ranks on these nodes hold the base: once on each of several nodes with
+    equally many ranks, so that only gradients cross the network (HSDP), else once."""
+    counts = Counter(nodes)
+    each = {*counts.values()}
+    return len(counts) if len(each) == 1 and each.pop() > 1 else 1
 
 
 class RankedLearner:
-    """A learner whose computing calls are made by ``plan.size`` ranks together.
+    """A learner whose computing calls are made by all ranks together.
 
     Args:
-        learner: of this process, the first rank.
-        plan: of followers, but for their rank and address, and what has been called since.
+        base: of this process, the first rank.
+        options: of each rank's ``Learner``.
 
     Raises:
         RankError: by a call during which a rank ended. Gradients that no ``optim_step`` has
             applied are lost then.
     """
 
-    def __init__(self, learner: Learner, plan: FollowerPlan) -> None:
-        self._rank, self._plan = Rank(learner), plan
-        self._followers: list[_Follower] = []
-        self._joined = False
-        self._structure: list[Call] = []
+    def __init__(self, followers: Followers, base: BaseModel, options: Mapping[str, Any]) -> None:
+        self._followers, self._options = followers, options
+        self._sharded = followers.plan.shard
+        self._structure: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        followers.send("learn", options)  # to those of a sharded base, which has to be loaded first
+        self._rank = Rank(learner_of(self._sharded)(base, **options))
 
     def __getattr__(self, name: str) -> Any:
         if name not in COMPUTED | STRUCTURE | STATE:
@@ -90,12 +150,13 @@ class RankedLearner:
 
         def call(*args: Any, **options: Any) -> Any:
             try:
-                if name in COMPUTED and not self._followers:
+                if name in COMPUTED and not self._followers.running:
                     self._start()
-                self._send((name, args, options))
+                self._send(name, *args, **options)
                 found = getattr(self._rank, name)(*args, **options)
             except Exception as error:
-                self._fail(error)
+                self._rank.discard_gradients()
+                self._followers.end(error)
                 raise
             if name in STRUCTURE:
                 self._structure.append((name, args, options))
@@ -120,58 +181,16 @@ class RankedLearner:
 
     def close(self) -> None:
         """End the followers."""
-        if self._joined:
-            dist.destroy_process_group()
-        self._joined = False
-        while self._followers:
-            self._followers.pop().end()
-
-    # ---- followers
+        self._followers.end()
 
     def _start(self) -> None:
-        if dist.is_initialized():
-            raise ValueError("trainers: this process is a rank already; close its other service")
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-        plan = replace(
-            self._plan, structure=self._structure, address=address,
-            device=self._rank.learner.base.device.type, threads=torch.get_num_threads(),
-        )  # fmt: skip
-        self._followers = [_start(replace(plan, rank=rank)) for rank in range(1, plan.size)]
-        for rank, follower in enumerate(self._followers, start=1):
-            if (why := follower.why_ended(None)) is not None:
-                raise RankError(f"rank {rank} of {plan.size} could not start: {why}")
-        plan.join()
-        self._joined = True
-        self._send(("load_state_dict", (self._rank.state_dict(),), {}))
+        if self._sharded:
+            raise RankError("the base model is gone with the rank that ended; start anew")
+        self._followers.start()
+        self._followers.send("learn", self._options)
+        for name, args, options in self._structure:
+            self._send(name, *args, **options)
+        self._send("load_state_dict", self._rank.state_dict())
 
-    def _send(self, call: Call) -> None:
-        pickled = pickle.dumps(call, pickle.HIGHEST_PROTOCOL) if self._followers else b""
-        for follower in self._followers:
-            with contextlib.suppress(OSError):  # it ended; the first collective finds out
-                follower.pipe.send_bytes(pickled)
-
-    def _fail(self, error: Exception) -> None:
-        """End all followers; raise RankError if one of them ended first."""
-        ended: dict[int, str | None] = {}
-        if isinstance(error, RuntimeError) and not isinstance(error, RankError):  # of a collective
-            numbered = enumerate(self._followers, start=1)
-            ended = {rank: follower.why_ended(_LAST_WORDS_S) for rank, follower in numbered}
-        self.close()
-        self._rank.discard_gradients()
-        for rank, why in ended.items():
-            if why is not None:
-                raise RankError(f"rank {rank} of {self._plan.size} ended: {why}") from error
-
-
-def _start(plan: FollowerPlan) -> _Follower:
-    ours, theirs = Pipe()
-    command = [sys.executable, "-m", "agentrl_trainer.distributed.follower", str(theirs.fileno())]
-    process = subprocess.Popen(
-        command, pass_fds=[theirs.fileno()], start_new_session=True, stdin=subprocess.DEVNULL,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-    )  # fmt: skip
-    theirs.close()
-    ours.send(plan)
-    return _Follower(process, ours)
+    def _send(self, name: str, *args: Any, **options: Any) -> None:
+        self._followers.send("call", torch.get_num_threads(), name, *args, **options)

@@ -6,7 +6,7 @@ Knows transformers, not adapters, sampling or training.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -25,6 +25,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -113,6 +114,7 @@ def load_base(
     load_in_4bit: bool = False,
     trust_remote_code: bool = False,
     chat_template: str | None = None,
+    distributed: Mapping[str, Any] | None = None,
 ) -> BaseModel:
     """Load a decoder-only chat model in evaluation mode, its weights frozen.
 
@@ -129,6 +131,8 @@ def load_base(
             and the code that comes with its tokenizer.
         chat_template: one of ``CHAT_TEMPLATES`` in place of the tokenizer's own, for base
             models, which have none.
+        distributed: sizes of transformers' ``DistributedConfig``: each rank of the process group
+            loads its part of every weight.
 
     Raises:
         ModelError: the model cannot be loaded or used.
@@ -155,6 +159,10 @@ def load_base(
                 f"load_in_4bit: bitsandbytes cannot do this on {target}: {error}. Choose another "
                 "device, or leave load_in_4bit out."
             ) from error
+    elif distributed is not None:
+        how = DistributedConfig(**distributed)
+        model = _load(name, load, dtype=kind, distributed_config=how)
+        model._tp_size = None  # it is 1; PEFT would gather the whole base to save an adapter
     else:
         model = _load(name, load, dtype=kind).to(target)
     model = cast(PreTrainedModel, evaluation_mode(model).requires_grad_(False))

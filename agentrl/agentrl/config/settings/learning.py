@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from agentrl.config.field_types import Count, NonNegative, Positive, Table, Whole
+from agentrl.config.field_types import Count, NonNegative, Positive, Table, Whole, read_place
 
 
 class LearningSettings(Table):
@@ -37,7 +37,18 @@ class LearningSettings(Table):
     micro_batch_tokens: Annotated[int, Field(ge=64)] | None = None
     """Tokens whose activations are held: those of a forward pass, and as many of longer shared
     prefixes as remain; lower saves memory. By default 4096; on CUDA 16384, or what fits."""
-    trainers: Annotated[int, Field(ge=1, le=64)] = 1
-    """Processes that compute an update together; on CUDA each on a GPU."""
+    trainers: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Processes that compute an update together, on CUDA each on a GPU; ray:4 is the first of them
+    here and three on Ray."""
+    trainers_on: Literal["here", "ray"] = "here"
+    """Run the others on this machine, or as actors of a Ray cluster."""
+    shard_base: bool = False
+    """Spread the base model's weights over the trainers, for models that one GPU cannot hold."""
     gradient_checkpointing: bool = False
     """Recompute layers in the backward pass to save memory."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_place(cls, given: Any) -> Any:
+        """Read ``trainers = "ray:4"`` as 4 trainers on Ray."""
+        return read_place(given, "trainers")

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from agentrl.config.field_types import Count, Positive, Table, Whole
+from agentrl.config.field_types import Count, Positive, Table, Whole, read_place
 from agentrl_tracer.schemas import MAX_REWARD
 
 Policy = Literal["retry", "drop"] | Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)]
@@ -47,13 +47,7 @@ class RunnerSettings(Table):
     @classmethod
     def _read_place(cls, given: Any) -> Any:
         """Read ``runners = "ray:16"`` as 16 runners on Ray, and ``"ray"`` as the default number."""
-        if not isinstance(given, dict):
-            return given
-        place, _, count = str(given.get("runners", "")).partition(":")
-        if place != "ray":
-            return given
-        rest = {name: value for name, value in given.items() if name != "runners"}
-        return {**rest, "runners_on": "ray"} | ({"runners": count} if count else {})
+        return read_place(given, "runners")
 
 
 class RolloutSettings(RunnerSettings):

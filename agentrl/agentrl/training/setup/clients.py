@@ -14,6 +14,7 @@ from agentrl.capacity import available_cores, trainer_threads
 from agentrl.config.commands import TrainConfig
 from agentrl.config.settings.learning import LearningSettings
 from agentrl.config.settings.models import ModelSettings
+from agentrl.ray_cluster import join_or_start, places_of
 from agentrl.runs.folder import RunFolder
 from agentrl.training.session import RunError
 from agentrl.training.setup.algorithm import REFERENCE, value_params
@@ -69,6 +70,7 @@ def create_clients(
         config.model, config.learning, folder, note, names=list(config.trained),
         seed=config.run.seed, value=value_params(config), reference=config.algorithm.kl.reference,
         alone=not config.rollouts.max_staleness, setup=[(_ADD_LOSS, (config,))],
+        ray_places=places_of(config),
     )  # fmt: skip
 
 
@@ -85,6 +87,7 @@ def local_clients(
     alone: bool = True,
     score: bool = False,
     setup: Sequence[SetupCall] = (),
+    ray_places: int = 0,
 ) -> TrainingClients:
     """Create fresh adapters over the base model on this machine, with seeds of their own.
 
@@ -95,23 +98,33 @@ def local_clients(
         alone: no sampler computes at the same time.
         score: the adapters are reward models.
         setup: what other trainers than the first call when they start.
+        ray_places: that a Ray cluster which is started here should have.
 
     Raises:
-        RunError: there are fewer GPUs than trainers.
+        RunError: the trainers cannot start, or have too few GPUs.
     """
+    ranks = {
+        "size": learning.trainers, "launch": learning.trainers_on, "setup": setup,
+        "shard": learning.shard_base,
+    }  # fmt: skip
+    here, gpus = learning.trainers_on == "here", torch.cuda.device_count()
+    if here and choose_device(model.device).type != "cpu" and learning.trainers > max(gpus, 1):
+        raise RunError(f"learning.trainers: {learning.trainers} need a GPU each; here are {gpus}")
+    if not here:
+        join_or_start("learning.trainers", ray_places or learning.trainers)
     service = ServiceClient(
         folder=folder, device=model.device, dtype=model.dtype, load_in_4bit=model.load_in_4bit,
         trust_remote_code=model.trust_remote_code, chat_template=model.chat_template,
         token_budget=token_budget_of(model, learning),
         gradient_checkpointing=learning.gradient_checkpointing, value=value, score=score,
-        trainers=learning.trainers, trainer_setup=setup,
+        trainers=ranks,
     )  # fmt: skip
-    clients = create_adapters(service, model.name, learning, names, seed, RunFolder(folder))
+    try:
+        clients = create_adapters(service, model.name, learning, names, seed, RunFolder(folder))
+    except RankError as error:
+        raise RunError(f"learning.trainers: {error}") from error
     client = next(iter(clients.values()))
     base = client.local(lambda learner: learner.base).result()
-    gpus = torch.cuda.device_count()
-    if base.device.type != "cpu" and learning.trainers > max(gpus, 1):
-        raise RunError(f"learning.trainers: {learning.trainers} need a GPU each; here are {gpus}")
     for name, of in clients.items():
         if said := of.local(lambda learner, name=name: learner.what_is_trained(name)).result():
             note(f"{name}: {said}")

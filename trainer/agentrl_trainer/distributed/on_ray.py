@@ -1,0 +1,98 @@
+"""Ranks beside the first, as actors on the Ray cluster that this process has joined.
+
+Ray (https://docs.ray.io) places the actors, and ends them with this process. Imported only when
+asked for: Ray is an optional dependency.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import ray  # pyright: ignore[reportMissingImports]
+from ray.util import get_node_ip_address, placement_group  # pyright: ignore[reportMissingImports]
+from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImports]
+    PlacementGroupSchedulingStrategy,
+)
+
+from agentrl_trainer.distributed.plan import SetupCall
+
+_PLACE_S = 60
+_LAST_WORDS_S = 2.0
+
+
+class _Actor:
+    def __init__(self, search: Sequence[str], setup: Sequence[SetupCall]) -> None:
+        sys.path[:0] = [folder for folder in search if folder not in sys.path]
+        from agentrl_trainer.distributed.follower import Follower
+
+        self._follower = Follower(setup)
+
+    def node(self) -> str:
+        return ray.get_runtime_context().get_node_id()
+
+    def do(self, pickled: bytes) -> None:
+        try:
+            self._follower.do(pickled)
+        except BaseException:
+            # The others wait for this rank as long as its process lives.
+            threading.Timer(_LAST_WORDS_S, os._exit, [1]).start()
+            raise
+
+
+class FollowerActor:
+    """A ``Follower`` in an actor, as the first rank sees it: see ``FollowerProcess``."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor, self.node = actor, ray.get(actor.node.remote())
+        self._last = actor.node.remote()
+
+    def send(self, pickled: bytes) -> None:
+        self._last = self._actor.do.remote(pickled)
+
+    def why_ended(self, timeout_s: float | None) -> str | None:
+        done, _ = ray.wait([self._last], timeout=timeout_s)
+        try:
+            ray.get(done)
+        except ray.exceptions.RayError as error:
+            return (str(error).strip() or type(error).__name__).splitlines()[-1]
+        return None
+
+    def end(self) -> None:
+        ray.kill(self._actor)
+
+
+def start_actors(count: int, setup: Sequence[SetupCall], *, gpu: bool) -> list[FollowerActor]:
+    """Start so many followers; those of this process's node come first, then node by node.
+
+    Raises:
+        ValueError: the cluster has no place for them.
+    """
+    if not ray.is_initialized():
+        raise ValueError("trainers: join a Ray cluster first, by ray.init()")
+    place = {"CPU": 1, **({"GPU": 1} if gpu else {})}
+    group = placement_group([place] * count, strategy="PACK")
+    if not ray.wait([group.ready()], timeout=_PLACE_S)[0]:
+        raise ValueError(
+            f"trainers: the Ray cluster has no place for {count} more trainers, each with "
+            f"{' and '.join(f'1 {kind}' for kind in place)}; free are {ray.available_resources()}. "
+            "Add nodes, or ask for fewer trainers or runners"
+        )
+    where = PlacementGroupSchedulingStrategy(group)
+    kind = ray.remote(num_cpus=1, num_gpus=int(gpu), scheduling_strategy=where)(_Actor)
+    search = [folder for folder in sys.path if folder]
+    actors = [FollowerActor(kind.remote(search, setup)) for _ in range(count)]
+    here = own_node()
+    return sorted(actors, key=lambda actor: (actor.node != here, actor.node))
+
+
+def own_node() -> str:
+    return ray.get_runtime_context().get_node_id()
+
+
+def own_address() -> str:
+    """Return the address by which the other nodes reach this one."""
+    return get_node_ip_address()

@@ -1,0 +1,93 @@
+"""A learner whose base model is spread over all ranks, by torch's FSDP2 (``fully_shard``).
+
+A rank gathers the weights of a layer when it computes the layer, and drops them again. So all ranks
+make the same passes over the model at the same time, though their rows differ: who has no rows left
+makes idle passes until the others have none. Adapters and heads are whole on every rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from peft.tuners import tuners_utils
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from agentrl_trainer.data.packing import MicroBatch, pack
+from agentrl_trainer.data.training_row import TrainingRow
+from agentrl_trainer.learner.learner import Learner
+from agentrl_trainer.learner.stems import OpenStems
+from agentrl_trainer.models.loading import BaseModel
+
+
+class ShardedLearner(Learner):
+    """Over a base model that was loaded as ``distributed``; see ``Learner``.
+
+    Long prefixes are computed in each micro-batch, not once: gradients would enter a stem in the
+    middle of a layer, whose weights are not there.
+    """
+
+    def __init__(self, base: BaseModel, **options: Any) -> None:
+        # PEFT 0.21 takes a part's shape for the layer's where nodes hold whole bases each.
+        tuners_utils._torch_supports_distributed = False
+        # Backwards reach the first layer on every rank, whatever layers its adapter changes.
+        base.model.enable_input_require_grads()
+        super().__init__(base, **options)
+        # All but the layers (embeddings, the last norm) are gathered for a whole call.
+        named = base.model.named_modules()
+        modules = [m for name, m in named if not any(part.isdigit() for part in name.split("."))]
+        self._kept = [module for module in modules if isinstance(module, FSDPModule)]
+        for module in self._kept:
+            module.set_reshard_after_forward(False, recurse=False)
+            module.set_reshard_after_backward(False, recurse=False)
+            module.reshard()
+
+    @contextlib.contextmanager
+    def in_step(self, *, backward: bool) -> Iterator[None]:
+        """Keep the passes of all ranks in step; they enter and leave together.
+
+        Args:
+            backward: whether each pass has a backward.
+        """
+        for module in self._kept:
+            module.unshard()
+        yield
+        idle = TrainingRow([1, 2], [False, True], [0.0] * 2, [0.0] * 2, self.adapters[0])
+        [batch] = self._pack([idle])
+        while self._somebody_has(passes=False):
+            with torch.set_grad_enabled(backward), self.model.disable_adapter():
+                logprobs = self._logprobs(batch.to(self.base.device))
+                if backward:
+                    logprobs.sum().backward()
+        for module in self._kept:
+            module.reshard()
+
+    def _ready(self, stems: OpenStems) -> Iterator[MicroBatch]:
+        for batch in super()._ready(stems):
+            self._somebody_has(passes=True)
+            yield batch
+
+    def _backward(self, value: Tensor, adapter: str, scale: float = 1.0) -> bool:
+        if not (finite := super()._backward(value, adapter, scale)):
+            (value * scale).backward()  # for nothing, as ranks whose losses are finite make one
+        return finite
+
+    def _pack(self, rows: Sequence[TrainingRow]) -> list[MicroBatch]:
+        share = self.why_not_shared is None
+        return pack(
+            rows, token_budget=self.token_budget, enough=self._enough, share=share, stems=False
+        )
+
+    def _somebody_has(self, *, passes: bool) -> bool:
+        """Tell the other ranks whether this one has a pass to make; return whether any has."""
+        any_has = torch.tensor(int(passes))
+        dist.all_reduce(any_has, dist.ReduceOp.MAX)
+        return bool(any_has)
+
+
+def learner_of(shard: bool) -> type[Learner]:
+    return cast(type[Learner], ShardedLearner) if shard else Learner
