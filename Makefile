@@ -14,7 +14,7 @@ PYTEST ?= -n 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help demo demo-real sweep examples test check docs site packages clients coding-agents frameworks \
 	real-model before-rl gpu vllm tinker trackers guards \
-	harbor inspect litellm-proxy mutations chaos lock clean
+	harbor inspect litellm-proxy mutations chaos image-steps lock clean
 .DEFAULT_GOAL := help
 
 help:
@@ -37,6 +37,7 @@ help:
 	@echo "make gpu        does a CUDA GPU compute what the CPU computes? (2 minutes on one)"
 	@echo "make real-model train, resume, merge and serve smollm2-135m (3 minutes)"
 	@echo "make vllm tinker trackers harbor inspect litellm-proxy   need another environment: see CONTRIBUTING.md"
+	@echo "make image-steps  build the container image without Docker, and train in it (needs root; 10 minutes)"
 	@echo "make mutations  remove each rule of the library; each removal must fail a test"
 	@echo "make chaos      kill processes of runs at random, KILLS=100 of each kind; check the books"
 
@@ -101,6 +102,9 @@ $(VENV)/.dev: requirements/dev.txt $(VENV)/.runtime
 	@echo "installing what the tests need ..."
 	@$(PIP) --no-deps --require-hashes -r requirements/dev.txt
 	@touch $@
+
+image-steps:
+	@bash scripts/image_steps.sh
 
 lock: $(VENV)/.torch
 	@$(PIP) uv
