@@ -1,6 +1,6 @@
 #!/bin/bash
 # Build the image of deploy/Dockerfile on Debian without Docker, and train in it: make image-steps.
-# As root, with buildah and mmdebstrap. TORCH_INDEX=... takes torch from another index.
+# As root, with buildah and mmdebstrap. TORCH_INDEX is another index for torch.
 set -euo pipefail
 export BUILDAH_ISOLATION=chroot
 folder=$(mktemp -d)

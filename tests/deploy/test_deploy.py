@@ -88,7 +88,7 @@ def services(postgres: str, ui_port: str) -> dict[str, Any]:
     text = (DEPLOY / "compose.yaml").read_text()
     for theirs, here in {
         "//agentrl:": "//postgres:", "@postgres/agentrl": f"@/postgres?host={folder}",
-        "--host, 127.0.0.1": f"--host, {folder}", "8000": free_port(),
+        "--host, 127.0.0.1": f"--host, {folder}", "8000": free_port(), "//trainer:": "//127.0.0.1:",
         "--host 0.0.0.0": f"--host 0.0.0.0 --port {ui_port}", "8377": ui_port,
     }.items():  # fmt: skip
         assert theirs in text
