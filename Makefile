@@ -13,8 +13,8 @@ SWEEP ?= hello-sweep
 PYTEST ?= -n 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help demo demo-real sweep examples test check docs site packages clients coding-agents frameworks \
-	real-model before-rl gpu vllm tinker trackers guards \
-	harbor inspect litellm-proxy mutations chaos lock clean
+	real-model before-rl deployments gpu vllm tinker trackers guards \
+	harbor inspect litellm-proxy mutations chaos image-steps lock clean
 .DEFAULT_GOAL := help
 
 help:
@@ -34,9 +34,11 @@ help:
 	@echo "make coding-agents  Claude Code, Codex, OpenCode, ... by their profiles (fetches 1.5 GB)"
 	@echo "make guards     train runs that end early: budgets, alerts, going back (3 minutes)"
 	@echo "make before-rl  what SFT, preferences, a reward model and RL on it gain, three seeds (8 minutes)"
+	@echo "make deployments  kill the trainer of deploy/compose.yaml, which goes on (1 minute)"
 	@echo "make gpu        does a CUDA GPU compute what the CPU computes? (2 minutes on one)"
 	@echo "make real-model train, resume, merge and serve smollm2-135m (3 minutes)"
 	@echo "make vllm tinker trackers harbor inspect litellm-proxy   need another environment: see CONTRIBUTING.md"
+	@echo "make image-steps  build the container image without Docker, and train in it (needs root; 10 minutes)"
 	@echo "make mutations  remove each rule of the library; each removal must fail a test"
 	@echo "make chaos      kill processes of runs at random, KILLS=100 of each kind; check the books"
 
@@ -75,7 +77,7 @@ packages: $(VENV)/.dev
 coding-agents: $(VENV)/.dev
 	@$(BIN)/python -m pytest -m coding_agents -o log_cli=true --log-cli-level=INFO tests/examples
 
-clients frameworks guards before-rl real-model gpu vllm tinker trackers harbor inspect litellm-proxy: $(VENV)/.dev
+clients frameworks guards before-rl deployments real-model gpu vllm tinker trackers harbor inspect litellm-proxy: $(VENV)/.dev
 	@$(BIN)/python -m pytest -m $(subst -,_,$@)
 
 mutations: $(VENV)/.dev
@@ -101,6 +103,9 @@ $(VENV)/.dev: requirements/dev.txt $(VENV)/.runtime
 	@echo "installing what the tests need ..."
 	@$(PIP) --no-deps --require-hashes -r requirements/dev.txt
 	@touch $@
+
+image-steps:
+	@bash scripts/image_steps.sh
 
 lock: $(VENV)/.torch
 	@$(PIP) uv
