@@ -34,7 +34,7 @@ help:
 	@echo "make coding-agents  Claude Code, Codex, OpenCode, ... by their profiles (fetches 1.5 GB)"
 	@echo "make guards     train runs that end early: budgets, alerts, going back (3 minutes)"
 	@echo "make before-rl  what SFT, preferences, a reward model and RL on it gain, three seeds (8 minutes)"
-	@echo "make deployments  kill the trainer of deploy/compose.yaml, which goes on (1 minute)"
+	@echo "make deployments  kill the trainer of deploy/compose.yaml, which goes on; run the SLURM script (1 minute)"
 	@echo "make gpu        does a CUDA GPU compute what the CPU computes? (2 minutes on one)"
 	@echo "make real-model train, resume, merge and serve smollm2-135m (3 minutes)"
 	@echo "make vllm tinker trackers harbor inspect litellm-proxy   need another environment: see CONTRIBUTING.md"

@@ -268,7 +268,7 @@ def report(found: dict[int, Any], runners: int, nodes: int) -> list[str]:
             f"{one['counts']['died']}", "; ".join(one["problems"]) or "balance",
         ])  # fmt: skip
     return [
-        f"{runners:,} runners in {nodes} processes, {CALLS} calls a rollout without a pause; ms are "
+        f"{runners:,} runners in {nodes} processes, {CALLS} calls a rollout without pauses; ms are "
         "p50 / p99:", "",
         *table(
             ["gateways", "calls", "calls/s", "claim, ms", "heartbeat, ms", "end, ms", "call p50, s",

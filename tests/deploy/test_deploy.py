@@ -158,6 +158,7 @@ def test_compose_trains_with_runners_that_join(
     assert "/runs/first" in opener.open(link).read().decode()
 
 
+@pytest.mark.deployments
 def test_the_slurm_script_trains_on_two_nodes(start: Start, postgres: str, tmp_path: Path) -> None:
     """Without SLURM: its variables are given, and what srun would start runs here."""
     text = re.sub(r"srun .*?(?=agentrl )", "", (DEPLOY / "train.slurm").read_text(), flags=re.S)

@@ -183,6 +183,13 @@ def test_a_rank_that_dies_fails_the_call_and_the_next_goes_on(both: tuple[Learne
         ranked.forward_backward(groups(10), "unknown")
 
 
+def test_a_rank_that_dies_while_the_model_is_tried_is_named() -> None:
+    first: dict[str, Any] = {"adapters": ("a",), "rank": 4, "seed": 1}
+    plan = RankPlan(TINY, MODEL, 2, [("rank_killed:at_the_trial", ())], shard=True)
+    with pytest.raises(RankError, match="rank 1 of 2 ended: it was killed by signal 9"):
+        ranks_of(plan, first)
+
+
 def test_a_rank_that_dies_while_the_ranks_meet_fails_the_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

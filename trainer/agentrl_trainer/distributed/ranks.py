@@ -42,6 +42,8 @@ STRUCTURE = {"add_adapter", "remove_adapter", "add_reference"}
 STATE = {"load_state_dict", "discard_gradients"}
 """Calls that each rank makes for itself; new followers get the state that they led to."""
 _LAST_WORDS_S = 10.0
+_BY_PEER = "by peer"
+"""In what gloo says of a connection whose other end is gone."""
 
 
 class RankError(RuntimeError):
@@ -97,7 +99,8 @@ class Followers:
     def end(self, error: Exception | None = None) -> None:
         """End all of them; after an ``error``, raise RankError if one of them ended first."""
         ended: dict[int, str] = {}
-        if isinstance(error, RuntimeError) and not isinstance(error, RankError):  # of a collective
+        of_collective = isinstance(error, RuntimeError) and not isinstance(error, RankError)
+        if of_collective or _BY_PEER in str(error):
             for rank, follower in enumerate(self.running, start=1):
                 if (why := follower.why_ended(_LAST_WORDS_S)) is not None:
                     ended[rank] = why
@@ -107,7 +110,7 @@ class Followers:
         while self.running:
             self.running.pop().end()
         # Those that survived it only say that another one was gone.
-        first = [rank for rank, why in ended.items() if "closed by peer" not in why]
+        first = [rank for rank, why in ended.items() if _BY_PEER not in why]
         for rank in first or ended:
             why = ended[rank]
             raise RankError(f"rank {rank} of {self.plan.size} ended: {why}") from error
@@ -142,7 +145,11 @@ class RankedLearner:
         self._sharded = followers.plan.shard
         self._structure: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
         followers.send("learn", options)  # to those of a sharded base, which has to be loaded first
-        self._rank = Rank(learner_of(self._sharded)(base, **options))
+        try:
+            self._rank = Rank(learner_of(self._sharded)(base, **options))
+        except Exception as error:
+            followers.end(error)
+            raise
 
     def __getattr__(self, name: str) -> Any:
         if name not in COMPUTED | STRUCTURE | STATE:

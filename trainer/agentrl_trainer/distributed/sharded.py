@@ -37,6 +37,11 @@ class ShardedLearner(Learner):
         # Backwards reach the first layer on every rank, whatever layers its adapter changes.
         base.model.enable_input_require_grads()
         super().__init__(base, **options)
+        # Trials of the model take any error for its own, also that of a rank which is gone.
+        ways: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ways, (self._logprobs.why_all_logits, self._logprobs.why_padded))
+        if len({*ways}) > 1:
+            raise RuntimeError(f"the ranks compute the model in different ways: {ways}")
         # All but the layers (embeddings, the last norm) are gathered for a whole call.
         named = base.model.named_modules()
         modules = [m for name, m in named if not any(part.isdigit() for part in name.split("."))]
