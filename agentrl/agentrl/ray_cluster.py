@@ -17,13 +17,14 @@ def places_of(config: TrainConfig) -> int:
 
 
 def join_or_start(setting: str, places: int) -> bool:
-    """Join the cluster of ``RAY_ADDRESS`` or of this machine, else start one with so many places.
+    """Join the cluster of ``RAY_ADDRESS`` or of this machine, else start one on this machine.
 
     Args:
-        setting: that asks for Ray.
+        setting: the one that asks for Ray, for messages.
+        places: how many runners and trainers a cluster that is started here can hold.
 
     Returns:
-        Whether this process was not in a cluster before.
+        Whether this call connected the process to a cluster.
 
     Raises:
         ValueError: Ray is not installed, or does not start.

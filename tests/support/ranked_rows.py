@@ -19,18 +19,20 @@ MODEL: dict[str, Any] = {"device": "cpu", "dtype": "float32"}
 ADAM = AdamParams(learning_rate=1e-3, grad_clip_norm=1.0)
 
 
-def groups(seed: int, count: int = 6, adapters: tuple[str, ...] = ("a", "b")) -> list[TrainingRow]:
+def groups(
+    seed: int, count: int = 6, adapters: tuple[str, ...] = ("a", "b"), prompt: int = 30
+) -> list[TrainingRow]:
     """Groups of four rows with a common prompt, of each adapter in turn."""
     draw, rows = random.Random(seed), list[TrainingRow]()
     for group in range(count):
-        prompt = [draw.randrange(5, 200) for _ in range(30)]
+        shared = [draw.randrange(5, 200) for _ in range(prompt)]
         for _ in range(4):
             answer = [draw.randrange(5, 200) for _ in range(draw.randrange(4, 20))]
-            mask = [False] * len(prompt) + [True] * len(answer)
+            mask = [False] * len(shared) + [True] * len(answer)
             advantage, size = draw.gauss(0, 1), len(mask)
             rows.append(
                 TrainingRow(
-                    prompt + answer,
+                    shared + answer,
                     mask,
                     [-5.0 * on for on in mask],
                     [advantage * on for on in mask],

@@ -148,7 +148,7 @@ def check_trainers(model: ModelSettings, learning: LearningSettings) -> None:
         (learning.trainers == 1 and learning.shard_base,
          "learning.shard_base: has no effect without several learning.trainers"),
         (learning.trainers == 1 and learning.trainers_on == "ray",
-         "learning.trainers: ray needs their number, 2 or more, such as ray:4"),
+         "learning.trainers: on Ray give 2 or more, such as ray:4, or set trainers_on to here"),
         (learning.shard_base and model.load_in_4bit,
          "learning.shard_base: not with model.load_in_4bit, whose layers cannot be spread; leave "
          "one of them out"),

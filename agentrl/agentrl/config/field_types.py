@@ -50,8 +50,8 @@ def names_as_table(value: Any) -> Any:
 
 
 def read_place(given: Any, name: str) -> Any:
-    """Read the setting ``name`` of a table where it is ``ray:16`` as 16 on Ray, and ``ray`` as the
-    default number there."""
+    """Read ``ray:16``, in the setting ``name`` of a table, as 16 on Ray; ``ray`` alone keeps the
+    default number."""
     if not isinstance(given, dict):
         return given
     place, _, count = str(given.get(name, "")).partition(":")

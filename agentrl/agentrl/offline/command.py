@@ -31,7 +31,7 @@ from agentrl_trainer.models.loading import load_facts
 
 _MAY_CHANGE = (
     "data.", "evaluation.", "learning.epochs", "learning.trainers", "learning.shard_base",
-    "model.cores",     "run.checkpoint_every", "run.keep_checkpoints",
+    "model.cores", "run.checkpoint_every", "run.keep_checkpoints",
 )  # fmt: skip
 """Beginnings of settings that a resumed run may change. The rest decides what its steps compute;
 of ``data`` the examples are compared."""

@@ -16,8 +16,7 @@ import ray  # pyright: ignore[reportMissingImports]
 from ray.cluster_utils import Cluster  # pyright: ignore[reportMissingImports]
 
 from agentrl_trainer.distributed import on_ray
-from agentrl_trainer.distributed.plan import RankPlan
-from agentrl_trainer.distributed.ranks import RankError
+from agentrl_trainer.distributed.plan import RankError, RankPlan
 from agentrl_trainer.learner.learner import Learner
 from agentrl_trainer.models.loading import load_base
 
@@ -60,7 +59,24 @@ def test_a_base_is_whole_on_each_node_and_a_dead_rank_is_named() -> None:
         ranked.forward(groups(4))
 
 
+def test_new_actors_take_the_places_of_dead_ones() -> None:
+    ranked: Any = ranks_of(RankPlan(TINY, MODEL, 4, launch="ray"), FIRST)
+    for _ in range(2):
+        before = ranked.forward(groups(4))
+        ray.kill(ranked._followers.running[2]._actor)
+        with pytest.raises(RankError, match=r"rank 3 of 4 ended: .*killed"):
+            ranked.forward(groups(4))
+    assert ranked.forward(groups(4)) == before
+    ranked.close()
+
+
+def test_what_an_actor_says_at_its_end_is_told() -> None:
+    plan = RankPlan(TINY, MODEL, 2, [("nowhere:function", ())], launch="ray")
+    with pytest.raises(RankError, match=r"rank 1 of 2 could not start: .*nowhere"):
+        ranks_of(plan, FIRST).forward(groups(1))
+
+
 def test_a_full_cluster_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_ray, "_PLACE_S", 1)
-    with pytest.raises(ValueError, match="the Ray cluster has no place for 7 more trainers, each"):
+    with pytest.raises(RankError, match="the Ray cluster has no place for 7 more trainers, each"):
         ranks_of(RankPlan(TINY, MODEL, 8, shard=True, launch="ray"), FIRST)

@@ -14,18 +14,23 @@ from typing import Any
 import pytest
 import torch
 from ranked_rows import ADAM, MODEL, TINY, distance, groups, ranks_of
+from small_models import qwen3, save_model
 from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from agentrl_trainer.client import AdamParams as ClientAdam
 from agentrl_trainer.client import ServiceClient
 from agentrl_trainer.data.training_row import with_extra
 from agentrl_trainer.distributed import plan as plans
-from agentrl_trainer.distributed.plan import RankPlan
+from agentrl_trainer.distributed.plan import RankError, RankPlan
 from agentrl_trainer.distributed.ranks import RankedLearner, RankError
 from agentrl_trainer.distributed.sharded import ShardedLearner
 from agentrl_trainer.learner.learner import Learner
+from agentrl_trainer.learner.logprobs import TokenLogprobs
 from agentrl_trainer.learner.loss_options import ValueParams
 from agentrl_trainer.models.loading import load_base
+from agentrl_trainer.models.lora import load_adapter_weights
+from agentrl_trainer.models.sources import ModelError
 
 VALUE = ValueParams(lr=1e-3, clip=0.2)
 FIRST: dict[str, Any] = {"adapters": ("a",), "rank": 8, "seed": 1, "value": VALUE}
@@ -172,7 +177,9 @@ def test_a_rank_that_dies_fails_the_call_and_the_next_goes_on(both: tuple[Learne
     with pytest.raises(RankError, match="rank 1 of 2 ended: it was killed by signal 9"):
         ranked.forward_backward(groups(10))
     if isinstance(ranked.learner, ShardedLearner):
-        with pytest.raises(RankError, match="the base model is gone with the rank that ended"):
+        with pytest.raises(
+            RankError, match="the other trainers have ended, and their parts of the base model"
+        ):
             ranked.forward(groups(10))
         return
     for of in both:
@@ -183,9 +190,52 @@ def test_a_rank_that_dies_fails_the_call_and_the_next_goes_on(both: tuple[Learne
         ranked.forward_backward(groups(10), "unknown")
 
 
+def test_ranks_of_a_sharded_base_keep_in_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of any number and length, some at another temperature, some logits at a time, over a
+    head of its own; from an adapter that only this process has loaded."""
+    monkeypatch.setitem(TokenLogprobs.__init__.__kwdefaults__, "max_logits", 2000)
+    model = qwen3()
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.flip(0))
+    folder, options = save_model(model, tmp_path), {"adapters": ("a",), "rank": 4, "value": VALUE}
+    one = Learner(load_base(folder, **MODEL), **options, token_budget=100)
+    one.model.load_state_dict(
+        {k: v + 0.1 for k, v in one.model.state_dict().items() if "lora_B" in k}, strict=False
+    )
+    one.save("a", tmp_path / "start")
+    plan = RankPlan(folder, MODEL, 2, [("follower_setup:with_few_logits", ())], shard=True)
+    ranked: Any = ranks_of(plan, {**options, "token_budget": 100})
+    load_adapter_weights(ranked.learner.model, "a", tmp_path / "start")
+    rows = groups(3, adapters=("a",), prompt=80)
+    warm = [[0.7] * len(row.tokens) for row in rows[13:]]
+    rows = [*rows[:13], *with_extra(rows[13:], temperature=warm)]
+    assert type(ranked.learner.base.model.lm_head).__name__ == "FSDPLinear"
+    for some in (rows[:1], rows, rows[:3]):
+        found = [
+            [*of.values(some), *of.forward(some), *(r.logprobs for r in of.with_temperature(some))]
+            for of in (one, ranked)
+        ]
+        for ours, theirs in zip(*found, strict=True):
+            assert theirs == pytest.approx(ours, abs=3e-5)
+        for of in (one, ranked):
+            of.forward_backward(some, "ppo")
+            of.optim_step(ADAM)
+        assert distance(one, ranked) < 1e-6
+    ranked.close()
+
+
+def test_a_base_without_layers_to_spread_is_refused(tmp_path: Path) -> None:
+    config = GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=250, n_positions=64)
+    folder = save_model(GPT2LMHeadModel(config), tmp_path)
+    with pytest.raises(ModelError, match="shard_base: transformers has no plan to spread gpt2"):
+        ranks_of(RankPlan(folder, MODEL, 2, shard=True), {"adapters": ("a",), "rank": 4})
+
+
 def test_a_rank_that_dies_while_the_model_is_tried_is_named() -> None:
     first: dict[str, Any] = {"adapters": ("a",), "rank": 4, "seed": 1}
-    plan = RankPlan(TINY, MODEL, 2, [("rank_killed:at_the_trial", ())], shard=True)
+    plan = RankPlan(TINY, MODEL, 2, [("follower_setup:at_the_trial", ())], shard=True)
     with pytest.raises(RankError, match="rank 1 of 2 ended: it was killed by signal 9"):
         ranks_of(plan, first)
 
@@ -196,7 +246,7 @@ def test_a_rank_that_dies_while_the_ranks_meet_fails_the_call(
     """Between its word that it is ready and the first collective."""
     monkeypatch.setattr(plans, "JOIN", timedelta(seconds=2))
     first: dict[str, Any] = {"adapters": ("a",), "rank": 4, "seed": 1}
-    setup = [("rank_killed:at_the_meeting", ())]
+    setup = [("follower_setup:at_the_meeting", ())]
     ranked = ranks_of(RankPlan(TINY, MODEL, 2, setup), first)
     with pytest.raises(RankError, match="rank 1 of 2 ended: it was killed by signal 9"):
         ranked.forward(groups(1, adapters=("a",)))

@@ -55,17 +55,19 @@ def follow(pipe: Connection) -> None:
     follower = Follower(pipe.recv())
     pipe.send(None)  # ready
     while True:
-        follower.do(pipe.recv_bytes())
+        try:
+            message = pipe.recv_bytes()
+        except (EOFError, OSError):  # the first rank has ended
+            return
+        follower.do(message)
 
 
 def main() -> None:
     pipe = Connection(int(sys.argv[1]))
-    with contextlib.suppress(EOFError, OSError):  # the first rank has ended
-        try:
-            follow(pipe)
-        except (EOFError, OSError):
-            raise
-        except Exception as error:
+    try:
+        follow(pipe)
+    except Exception as error:
+        with contextlib.suppress(OSError):
             pipe.send(f"{type(error).__name__}: {error}")
     sys.stdout.flush()
     os._exit(1)  # its group's threads would wait for the others

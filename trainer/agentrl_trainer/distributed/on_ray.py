@@ -13,12 +13,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray  # pyright: ignore[reportMissingImports]
-from ray.util import get_node_ip_address, placement_group  # pyright: ignore[reportMissingImports]
+from ray.util import (  # pyright: ignore[reportMissingImports]
+    get_node_ip_address,
+    placement_group,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImports]
     PlacementGroupSchedulingStrategy,
 )
 
-from agentrl_trainer.distributed.plan import SetupCall
+from agentrl_trainer.distributed.plan import RankError, SetupCall
 
 _PLACE_S = 60
 _LAST_WORDS_S = 2.0
@@ -30,14 +34,18 @@ class _Actor:
         from agentrl_trainer.distributed.follower import Follower
 
         self._follower = Follower(setup)
+        self._failed: BaseException | None = None
 
     def node(self) -> str:
-        return ray.get_runtime_context().get_node_id()
+        return own_node()
 
     def do(self, pickled: bytes) -> None:
+        if self._failed is not None:
+            raise self._failed
         try:
             self._follower.do(pickled)
-        except BaseException:
+        except BaseException as error:
+            self._failed = error
             # The others wait for this rank as long as its process lives.
             threading.Timer(_LAST_WORDS_S, os._exit, [1]).start()
             raise
@@ -46,9 +54,13 @@ class _Actor:
 class FollowerActor:
     """A ``Follower`` in an actor, as the first rank sees it: see ``FollowerProcess``."""
 
-    def __init__(self, actor: Any) -> None:
-        self._actor, self.node = actor, ray.get(actor.node.remote())
-        self._last = actor.node.remote()
+    def __init__(self, actor: Any, group: Any) -> None:
+        self._actor, self._group = actor, group
+        self._last = self._node = actor.node.remote()
+
+    @property
+    def node(self) -> str:
+        return ray.get(self._node)
 
     def send(self, pickled: bytes) -> None:
         self._last = self._actor.do.remote(pickled)
@@ -57,36 +69,38 @@ class FollowerActor:
         done, _ = ray.wait([self._last], timeout=timeout_s)
         try:
             ray.get(done)
+        except ray.exceptions.RayTaskError as error:
+            return f"{type(error.cause).__name__}: {error.cause}"
         except ray.exceptions.RayError as error:
             return (str(error).strip() or type(error).__name__).splitlines()[-1]
         return None
 
     def end(self) -> None:
         ray.kill(self._actor)
+        remove_placement_group(self._group)  # of all of them, which end together
 
 
 def start_actors(count: int, setup: Sequence[SetupCall], *, gpu: bool) -> list[FollowerActor]:
-    """Start so many followers; those of this process's node come first, then node by node.
+    """Start so many followers.
 
     Raises:
-        ValueError: the cluster has no place for them.
+        RankError: the cluster has no place for them, or this process is in none.
     """
     if not ray.is_initialized():
-        raise ValueError("trainers: join a Ray cluster first, by ray.init()")
+        raise RankError("join a Ray cluster first, by ray.init()")
     place = {"CPU": 1, **({"GPU": 1} if gpu else {})}
     group = placement_group([place] * count, strategy="PACK")
     if not ray.wait([group.ready()], timeout=_PLACE_S)[0]:
-        raise ValueError(
-            f"trainers: the Ray cluster has no place for {count} more trainers, each with "
+        remove_placement_group(group)
+        raise RankError(
+            f"the Ray cluster has no place for {count} more trainers, each with "
             f"{' and '.join(f'1 {kind}' for kind in place)}; free are {ray.available_resources()}. "
             "Add nodes, or ask for fewer trainers or runners"
         )
     where = PlacementGroupSchedulingStrategy(group)
     kind = ray.remote(num_cpus=1, num_gpus=int(gpu), scheduling_strategy=where)(_Actor)
     search = [folder for folder in sys.path if folder]
-    actors = [FollowerActor(kind.remote(search, setup)) for _ in range(count)]
-    here = own_node()
-    return sorted(actors, key=lambda actor: (actor.node != here, actor.node))
+    return [FollowerActor(kind.remote(search, setup), group) for _ in range(count)]
 
 
 def own_node() -> str:

@@ -9,9 +9,9 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
-from agentrl_trainer.models.loading import BaseModel, load_base
+from agentrl_trainer.models.loading import BaseModel, load_base, load_facts
 
 JOIN = timedelta(seconds=45)
 """How long ranks that are ready wait for each other: one that dies now is not noticed earlier."""
@@ -19,6 +19,10 @@ _SLOWEST = timedelta(minutes=30)
 """How long ranks wait for the slowest one's share of a call, or its base model."""
 SetupCall = tuple[str, tuple[Any, ...]]
 """A function, as ``module:name``, and its arguments."""
+
+
+class RankError(RuntimeError):
+    """A rank could not start, or ended, and with it what all ranks were computing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,23 +53,32 @@ class RankPlan:
         Raises:
             RuntimeError: one of them has not joined in time.
         """
-        # Ray shows each actor one GPU. transformers reads the number of a rank's GPU here.
-        os.environ["LOCAL_RANK"] = str(self.rank if self.launch == "here" else 0)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if self.device == "cuda" else "gloo", init_method=self.address,
             rank=self.rank, world_size=self.size, timeout=JOIN,
         )  # fmt: skip
         _set_pg_timeout(_SLOWEST)
+        _get_default_store().set_timeout(_SLOWEST)
 
     def load(self) -> BaseModel:
         """Load this rank's base model, or its part of it.
 
         Raises:
             ModelError: as ``load_base`` does.
+            RuntimeError: another rank cannot load it.
         """
-        device = self.model_options.get("device", "auto")
+        options = dict(self.model_options)
+        gpu = self.rank if self.launch == "here" else 0  # Ray shows each actor one GPU
         if self.device == "cuda":
-            device = f"cuda:{os.environ['LOCAL_RANK']}"
+            options["device"] = f"cuda:{gpu}"
+        if not self.shard:
+            return load_base(self.model, **options)
+        told = {name: options[name] for name in options.keys() & {"trust_remote_code"}}
+        load_facts(self.model, **told, chat_template=options.get("chat_template"))
+        dist.all_gather_object([None] * self.size, None)  # a rank without the model is gone now
         sizes = {"dp_replicate_size": self.replicas, "fsdp_size": self.size // self.replicas}
-        options = {**self.model_options, "device": device}
-        return load_base(self.model, **options, distributed=sizes if self.shard else None)
+        os.environ["LOCAL_RANK"] = str(gpu)  # where transformers reads it
+        try:
+            return load_base(self.model, **options, distributed=sizes)
+        finally:
+            del os.environ["LOCAL_RANK"]

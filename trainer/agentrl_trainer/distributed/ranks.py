@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import pickle
 import socket
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -23,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from agentrl_trainer.data.training_row import TrainingRow
-from agentrl_trainer.distributed.plan import RankPlan
+from agentrl_trainer.distributed.plan import RankError, RankPlan
 from agentrl_trainer.distributed.processes import FollowerProcess
 from agentrl_trainer.distributed.rank import Rank
 from agentrl_trainer.distributed.sharded import learner_of
@@ -42,12 +43,9 @@ STRUCTURE = {"add_adapter", "remove_adapter", "add_reference"}
 STATE = {"load_state_dict", "discard_gradients"}
 """Calls that each rank makes for itself; new followers get the state that they led to."""
 _LAST_WORDS_S = 10.0
+_GONE = "the other trainers have ended, and their parts of the base model with them; start anew"
 _BY_PEER = "by peer"
 """In what gloo says of a connection whose other end is gone."""
-
-
-class RankError(RuntimeError):
-    """A rank ended, and with it what all ranks were computing."""
 
 
 class Followers:
@@ -59,21 +57,24 @@ class Followers:
         self._joined = False
 
     def start(self) -> RankPlan:
-        """Start them, meet them, and have them load the base model; return this rank's plan.
+        """Start the followers, join their process group, and have them load the base model.
+
+        Returns:
+            This rank's plan.
 
         Raises:
             RankError: one could not start.
-            ValueError: they have no place, or this process is a rank already.
+            ValueError: this process is a rank already.
         """
         if dist.is_initialized():
             raise ValueError("trainers: this process is a rank already; close its other service")
         plan = replace(self.plan, device=choose_device(self.plan.model_options["device"]).type)
-        host, nodes = "127.0.0.1", [""] * plan.size
+        host, node = "127.0.0.1", ""
         if plan.launch == "ray":
             from agentrl_trainer.distributed.on_ray import own_address, own_node, start_actors
 
             self.running = start_actors(plan.size - 1, plan.setup, gpu=plan.device == "cuda")
-            host, nodes = own_address(), [own_node(), *(one.node for one in self.running)]
+            host, node = own_address(), own_node()
         else:
             self.running = [FollowerProcess(plan.setup) for _ in range(1, plan.size)]
         for rank, follower in enumerate(self.running, start=1):
@@ -82,7 +83,10 @@ class Followers:
         with socket.socket() as free:
             free.bind((host, 0))
             address = f"tcp://{host}:{free.getsockname()[1]}"
-        plan = replace(plan, address=address, replicas=_replicas(nodes))
+        # Ranks of a node follow each other: its own part of a process group is a row of them.
+        self.running.sort(key=lambda one: (one.node != node, one.node))
+        replicas = _replicas([node, *(one.node for one in self.running)])
+        plan = replace(plan, address=address, replicas=replicas)
         for rank, follower in enumerate(self.running, start=1):
             follower.send(_message("join", replace(plan, rank=rank)))
         plan.join()
@@ -101,14 +105,15 @@ class Followers:
         ended: dict[int, str] = {}
         of_collective = isinstance(error, RuntimeError) and not isinstance(error, RankError)
         if of_collective or _BY_PEER in str(error):
+            until = time.monotonic() + _LAST_WORDS_S
             for rank, follower in enumerate(self.running, start=1):
-                if (why := follower.why_ended(_LAST_WORDS_S)) is not None:
+                if (why := follower.why_ended(max(until - time.monotonic(), 0.1))) is not None:
                     ended[rank] = why
+        while self.running:
+            self.running.pop().end()
         if self._joined:
             dist.destroy_process_group()
         self._joined = False
-        while self.running:
-            self.running.pop().end()
         # Those that survived it only say that another one was gone.
         first = [rank for rank, why in ended.items() if _BY_PEER not in why]
         for rank in first or ended:
@@ -144,6 +149,10 @@ class RankedLearner:
         self._followers, self._options = followers, options
         self._sharded = followers.plan.shard
         self._structure: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        self._like_here = False
+        """Whether the followers' adapters are those of this process."""
+        if self._sharded and not followers.running:
+            raise RankError(_GONE)
         followers.send("learn", options)  # to those of a sharded base, which has to be loaded first
         try:
             self._rank = Rank(learner_of(self._sharded)(base, **options))
@@ -155,21 +164,25 @@ class RankedLearner:
         if name not in COMPUTED | STRUCTURE | STATE:
             return getattr(self._rank, name)
 
-        def call(*args: Any, **options: Any) -> Any:
+        def together(*args: Any, **options: Any) -> Any:
             try:
-                if name in COMPUTED and not self._followers.running:
-                    self._start()
+                self._prepare()
                 self._send(name, *args, **options)
-                found = getattr(self._rank, name)(*args, **options)
+                return getattr(self._rank, name)(*args, **options)
             except Exception as error:
                 self._rank.discard_gradients()
+                self._like_here = False
                 self._followers.end(error)
                 raise
+
+        def each(*args: Any, **options: Any) -> Any:
+            found = getattr(self._rank, name)(*args, **options)
+            self._send(name, *args, **options)
             if name in STRUCTURE:
                 self._structure.append((name, args, options))
             return found
 
-        return call
+        return together if name in COMPUTED else each
 
     def forward_backward_custom(
         self, rows: Sequence[TrainingRow], function: CustomLoss[TrainingRow]
@@ -190,14 +203,18 @@ class RankedLearner:
         """End the followers."""
         self._followers.end()
 
-    def _start(self) -> None:
-        if self._sharded:
-            raise RankError("the base model is gone with the rank that ended; start anew")
-        self._followers.start()
-        self._followers.send("learn", self._options)
-        for name, args, options in self._structure:
-            self._send(name, *args, **options)
-        self._send("load_state_dict", self._rank.state_dict())
+    def _prepare(self) -> None:
+        """Start followers where there are none, and give them the adapters of this process."""
+        if not self._followers.running:
+            if self._sharded:
+                raise RankError(_GONE)
+            self._followers.start()
+            self._followers.send("learn", self._options)
+            for name, args, options in self._structure:
+                self._send(name, *args, **options)
+        if not self._like_here:
+            self._send("load_state_dict", self._rank.state_dict())
+            self._like_here = True
 
     def _send(self, name: str, *args: Any, **options: Any) -> None:
         self._followers.send("call", torch.get_num_threads(), name, *args, **options)

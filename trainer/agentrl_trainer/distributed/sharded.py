@@ -1,8 +1,8 @@
 """A learner whose base model is spread over all ranks, by torch's FSDP2 (``fully_shard``).
 
 A rank gathers the weights of a layer when it computes the layer, and drops them again. So all ranks
-make the same passes over the model at the same time, though their rows differ: who has no rows left
-makes idle passes until the others have none. Adapters and heads are whole on every rank.
+make the same passes over the model at the same time, though their rows differ: a rank without rows
+makes idle passes until all ranks are done. Adapters and heads are whole on every rank.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.learner.learner import Learner
 from agentrl_trainer.learner.stems import OpenStems
 from agentrl_trainer.models.loading import BaseModel
+from agentrl_trainer.models.sources import ModelError
 
 
 class ShardedLearner(Learner):
@@ -32,6 +33,13 @@ class ShardedLearner(Learner):
     """
 
     def __init__(self, base: BaseModel, **options: Any) -> None:
+        if not hasattr(FSDPModule, "reset_iter_state"):
+            raise ModelError("shard_base: needs a newer torch; 2.13 can do it")
+        spread = {name: m for name, m in base.model.named_modules() if isinstance(m, FSDPModule)}
+        layers = {name for name in spread if any(part.isdigit() for part in name.split("."))}
+        if not layers:
+            kind = base.model.config.model_type
+            raise ModelError(f"shard_base: transformers has no plan to spread {kind}'s layers")
         # PEFT 0.21 takes a part's shape for the layer's where nodes hold whole bases each.
         tuners_utils._torch_supports_distributed = False
         # Backwards reach the first layer on every rank, whatever layers its adapter changes.
@@ -43,13 +51,15 @@ class ShardedLearner(Learner):
         if len({*ways}) > 1:
             raise RuntimeError(f"the ranks compute the model in different ways: {ways}")
         # All but the layers (embeddings, the last norm) are gathered for a whole call.
-        named = base.model.named_modules()
-        modules = [m for name, m in named if not any(part.isdigit() for part in name.split("."))]
-        self._kept = [module for module in modules if isinstance(module, FSDPModule)]
+        self._kept = [module for name, module in spread.items() if name not in layers]
         for module in self._kept:
             module.set_reshard_after_forward(False, recurse=False)
             module.set_reshard_after_backward(False, recurse=False)
-            module.reshard()
+        self._root.reset_iter_state()
+
+    @property
+    def _root(self) -> FSDPModule:
+        return cast(FSDPModule, self.base.model)
 
     @contextlib.contextmanager
     def in_step(self, *, backward: bool) -> Iterator[None]:
@@ -63,17 +73,17 @@ class ShardedLearner(Learner):
         yield
         idle = TrainingRow([1, 2], [False, True], [0.0] * 2, [0.0] * 2, self.adapters[0])
         [batch] = self._pack([idle])
-        while self._somebody_has(passes=False):
+        while self._any_rank_has_pass(False):
             with torch.set_grad_enabled(backward), self.model.disable_adapter():
                 logprobs = self._logprobs(batch.to(self.base.device))
                 if backward:
                     logprobs.sum().backward()
-        for module in self._kept:
-            module.reshard()
+        # Not by ``reshard``, which does nothing where modules of a group ran unequally often.
+        self._root.reset_iter_state()
 
     def _ready(self, stems: OpenStems) -> Iterator[MicroBatch]:
         for batch in super()._ready(stems):
-            self._somebody_has(passes=True)
+            self._any_rank_has_pass(True)
             yield batch
 
     def _backward(self, value: Tensor, adapter: str, scale: float = 1.0) -> bool:
@@ -87,9 +97,9 @@ class ShardedLearner(Learner):
             rows, token_budget=self.token_budget, enough=self._enough, share=share, stems=False
         )
 
-    def _somebody_has(self, *, passes: bool) -> bool:
+    def _any_rank_has_pass(self, own: bool) -> bool:
         """Tell the other ranks whether this one has a pass to make; return whether any has."""
-        any_has = torch.tensor(int(passes))
+        any_has = torch.tensor(int(own))
         dist.all_reduce(any_has, dist.ReduceOp.MAX)
         return bool(any_has)
 

@@ -210,13 +210,12 @@ class Learner(AdapterOptimizers):
         distance log p - log q at temperature 1 is kept. So the gradient is exact on policy, and
         importance weights of older tokens are right to first order.
         """
-        if not any("temperature" in row.extra for row in rows):
-            return list(rows)
-        added = self._compute(rows, self._logprobs.of_temperature)
-        done: list[TrainingRow] = []
-        for row, moves in zip(rows, added, strict=True):
+        warm = [index for index, row in enumerate(rows) if "temperature" in row.extra]
+        done, given = list(rows), [rows[index] for index in warm]
+        added = self._compute(given, self._logprobs.of_temperature)
+        for index, row, moves in zip(warm, given, added, strict=True):
             moved = [logprob + move for logprob, move in zip(row.logprobs, moves, strict=True)]
-            done.append(replace(row, logprobs=moved))
+            done[index] = replace(row, logprobs=moved)
         return done
 
     def with_reference(

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -63,8 +64,6 @@ class TokenLogprobs:
 
     def of_temperature(self, batch: MicroBatch) -> Tensor:
         """Compute [N] what the temperatures add to the targets' log-probs at temperature 1."""
-        if batch.temperatures is None:
-            return torch.zeros(len(batch.targets), device=batch.targets.device)
         if self.why_all_logits is not None:
             logits = self._all_logits(batch)
             return pick(logits, batch.targets, batch.temperatures) - pick(logits, batch.targets)
@@ -178,7 +177,8 @@ class OutputHead:
     @property
     def is_frozen_linear(self) -> bool:
         """Whether ``slopes`` applies."""
-        plain = type(self.embedding) is nn.Linear
+        kind = type(self.embedding)  # spread over ranks it is an FSDPLinear
+        plain = kind is nn.Linear or (issubclass(kind, FSDPModule) and kind.__mro__[2] is nn.Linear)
         return plain and not any(p.requires_grad for p in self.embedding.parameters())
 
     def slopes(

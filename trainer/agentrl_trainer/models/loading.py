@@ -25,7 +25,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -160,6 +159,11 @@ def load_base(
                 "device, or leave load_in_4bit out."
             ) from error
     elif distributed is not None:
+        there = torch.accelerator.current_accelerator() or torch.device("cpu")
+        if there.type != target.type:  # transformers would take what is there
+            raise ModelError(f"device: a base that is spread needs {there.type}, not {target.type}")
+        from transformers.distributed.configuration_utils import DistributedConfig
+
         how = DistributedConfig(**distributed)
         model = _load(name, load, dtype=kind, distributed_config=how)
         model._tp_size = None  # it is 1; PEFT would gather the whole base to save an adapter

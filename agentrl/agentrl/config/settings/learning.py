@@ -38,8 +38,8 @@ class LearningSettings(Table):
     """Tokens whose activations are held: those of a forward pass, and as many of longer shared
     prefixes as remain; lower saves memory. By default 4096; on CUDA 16384, or what fits."""
     trainers: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Processes that compute an update together, on CUDA each on a GPU; ray:4 is the first of them
-    here and three on Ray."""
+    """Processes that compute an update together, on CUDA each on a GPU. With ray:4, one runs here
+    and three on Ray."""
     trainers_on: Literal["here", "ray"] = "here"
     """Run the others on this machine, or as actors of a Ray cluster."""
     shard_base: bool = False

@@ -20,8 +20,7 @@ from agentrl.training.session import RunError
 from agentrl.training.setup.algorithm import REFERENCE, value_params
 from agentrl.training.setup.initial_adapters import create_adapters
 from agentrl_trainer.client import ServiceClient, TrainingClient
-from agentrl_trainer.distributed.plan import SetupCall
-from agentrl_trainer.distributed.ranks import RankError
+from agentrl_trainer.distributed.plan import RankError, SetupCall
 from agentrl_trainer.learner.loss_options import ValueParams
 from agentrl_trainer.learner.optimizers import default_learning_rate
 from agentrl_trainer.memory import fitting_token_budget

@@ -1,4 +1,4 @@
-"""What a follower does first, to die later: a setup call of ``RankPlan``."""
+"""What a follower does first, to die later or to compute otherwise: setup calls of ``RankPlan``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 
 from agentrl_trainer.distributed.plan import RankPlan
 from agentrl_trainer.learner import model_support
+from agentrl_trainer.learner.logprobs import TokenLogprobs
 
 
 def at_the_meeting() -> None:
@@ -16,3 +17,7 @@ def at_the_meeting() -> None:
 def at_the_trial() -> None:
     """While it tries the model in the middle of other ranks' trials."""
     model_support.decoder_states = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+
+
+def with_few_logits() -> None:
+    TokenLogprobs.__init__.__kwdefaults__["max_logits"] = 2000
