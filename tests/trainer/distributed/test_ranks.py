@@ -23,7 +23,7 @@ from agentrl_trainer.client import ServiceClient
 from agentrl_trainer.data.training_row import with_extra
 from agentrl_trainer.distributed import plan as plans
 from agentrl_trainer.distributed.plan import RankError, RankPlan
-from agentrl_trainer.distributed.ranks import RankedLearner, RankError
+from agentrl_trainer.distributed.ranks import RankedLearner
 from agentrl_trainer.distributed.sharded import ShardedLearner
 from agentrl_trainer.learner.learner import Learner
 from agentrl_trainer.learner.logprobs import TokenLogprobs
