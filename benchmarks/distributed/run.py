@@ -1,6 +1,6 @@
 """Several trainer processes beside one: equal results, CPU seconds of a rank, bytes sent.
 
-python benchmarks/distributed/run.py            # 15 minutes on two idle cores
+python benchmarks/distributed/run.py            # 12 minutes on two idle cores
 python benchmarks/distributed/run.py --smoke    # does everything run?
 """
 
@@ -95,10 +95,7 @@ def measure(model: str, ranks: str, seed: int) -> dict[str, Any]:
     size, shard = int(ranks[0]), "sharded" in ranks
     followers = Followers(RankPlan(model, MODEL, size, shard=shard))
     base = followers.start().load() if shard else followers.plan.load()
-    held = sum(
-        getattr(one, "_local_tensor", one).untyped_storage().nbytes()
-        for one in base.model.parameters()
-    )
+    held = sum(getattr(one, "_local_tensor", one).nbytes for one in base.model.parameters())
     ranked: Any = RankedLearner(followers, base, first) if size > 1 else Learner(base, **first)
     ranked.add_adapter("b", rank=8, seed=seed + 1)
     if model == "agentrl-tiny":
