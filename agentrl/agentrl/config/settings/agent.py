@@ -16,7 +16,7 @@ class AgentSettings(Table):
     entrypoint: Annotated[str, Field(min_length=1)]
     """What to run: module:function, file.py:function, or a command."""
     python: str | None = None
-    """Interpreter for the agent, of another virtual environment with agentrl's base install."""
+    """Interpreter that runs the agent, of another environment. It needs agentrl's base install."""
     user: str | None = None
     """User whose processes the agents are; only root can give it. They can then neither read nor
     write what the run has."""

@@ -43,7 +43,7 @@ class LearningSettings(Table):
     trainers_on: Literal["here", "ray"] = "here"
     """Run the others on this machine, or as actors of a Ray cluster."""
     shard_base: bool = False
-    """Spread the base model's weights over the trainers, for models that one GPU cannot hold."""
+    """Spread the base model over the trainers. For models that one GPU cannot hold."""
     gradient_checkpointing: bool = False
     """Recompute layers in the backward pass to save memory."""
 
