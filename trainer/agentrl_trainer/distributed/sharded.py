@@ -105,4 +105,4 @@ class ShardedLearner(Learner):
 
 
 def learner_of(shard: bool) -> type[Learner]:
-    return cast(type[Learner], ShardedLearner) if shard else Learner
+    return ShardedLearner if shard else Learner

@@ -15,7 +15,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -177,8 +176,8 @@ class OutputHead:
     @property
     def is_frozen_linear(self) -> bool:
         """Whether ``slopes`` applies."""
-        kind = type(self.embedding)  # spread over ranks it is an FSDPLinear
-        plain = kind is nn.Linear or (issubclass(kind, FSDPModule) and kind.__mro__[2] is nn.Linear)
+        kind = type(self.embedding)
+        plain = kind is nn.Linear or kind.__name__ == "FSDPLinear"  # one that is spread over ranks
         return plain and not any(p.requires_grad for p in self.embedding.parameters())
 
     def slopes(
