@@ -59,7 +59,7 @@ def measure(runners: int, rollouts: int, per_process: int) -> Row:
         pool = start_pool(
             RunnerConfig(
                 store=store.url,
-                gateway=gateway.url,
+                gateways=[gateway.url],
                 run_id=run_id,
                 agent=f"{folder / 'agents.py'}:agent",
                 model="policy",

@@ -226,7 +226,7 @@ def test_an_agent_solves_a_shipped_task_in_the_sandbox(
         [rollout] = enqueue(gateway.store, gateway.run_id, task, split="shipped")
         pool = start_pool(
             RunnerConfig(
-                store=gateway.store.url, gateway=gateway.url, run_id=gateway.run_id,
+                store=gateway.store.url, gateways=[gateway.url], run_id=gateway.run_id,
                 agent=profile["agent"]["entrypoint"], model="policy", logs=str(tmp_path / "logs"),
                 runners=1, timeout_s=300.0, lease_s=60.0,
             )

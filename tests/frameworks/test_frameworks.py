@@ -49,7 +49,7 @@ def test_agents_and_tools_are_seen(
     turns = iter(said)
     gateway.sampler.script = lambda *_: next(turns, said[-1])
     config = RunnerConfig(
-        store="", gateway=gateway.url, run_id=None, model="policy", logs=str(tmp_path),
+        store="", gateways=[gateway.url], run_id=None, model="policy", logs=str(tmp_path),
         runners=1, timeout_s=60.0, lease_s=15.0, agent=f"{AGENTS}:{framework}",
     )  # fmt: skip
     done = subprocess.run(

@@ -31,7 +31,7 @@ def test_what_raised_or_was_canceled_in_the_agent_is_undelivered(
 
     gateway.sampler.script = script
     config = RunnerConfig(
-        store="", gateway=gateway.url, run_id="", model="policy", logs=str(tmp_path), runners=1,
+        store="", gateways=[gateway.url], run_id="", model="policy", logs=str(tmp_path), runners=1,
         timeout_s=60.0, lease_s=15.0, agent=f"{CLIENTS / 'gives_up.py'}:run",
     )  # fmt: skip
     done = subprocess.run(

@@ -63,7 +63,7 @@ def attempt(shared_gateway: Running, tmp_path: Path) -> Callable[..., Trace]:
         turns = iter(said)
         gateway.sampler.script = lambda *_: next(turns)
         config = RunnerConfig(
-            store="", gateway=gateway.url, run_id=None, model="policy", logs=str(tmp_path),
+            store="", gateways=[gateway.url], run_id=None, model="policy", logs=str(tmp_path),
             runners=1, timeout_s=60.0, lease_s=15.0,
             agent=f"{CLIENTS / 'framework_agents.py'}:{agent}",
         )  # fmt: skip

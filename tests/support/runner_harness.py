@@ -36,7 +36,7 @@ class RunnerHarness:
         defaults: dict[str, Any] = {"runners": 1, "timeout_s": 20.0, "lease_s": 5.0}
         return RunnerConfig(
             store=self.store.url,
-            gateway=self.gateway.url,
+            gateways=[self.gateway.url],
             run_id=self.run_id,
             agent=agent if " " in agent else f"{self.agents}:{agent}",
             model="policy",

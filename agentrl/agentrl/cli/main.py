@@ -54,7 +54,7 @@ _LESS_MEMORY = (
 _OWN_FLAGS: dict[str, Any] = {"help_flags": [], "version_flags": []}
 _HELP_OF_FLAGS = {
     "--config": "TOML or YAML file of settings.",
-    "--resume": "Run to continue (train: RUN@STEP, RUN@best too); other flags win over its own.",
+    "--resume": "Run to continue, or RUN@STEP, RUN@best; other flags win over its own.",
     "--help-all": "Show all settings: each is also a key of a file and an environment variable.",
 }
 

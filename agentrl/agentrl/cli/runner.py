@@ -57,14 +57,15 @@ def runner_config(settings: JoinConfig, run: dict[str, Any]) -> RunnerConfig:
     agent = recorded(started, "agent.entrypoint")
     if agent is None:
         raise ConfigError(f"run.id: an earlier version started the run {run['id']}; it cannot join")
-    gateway = settings.gateway.url or recorded(started, "gateway.url")
-    if gateway is None:
+    own = [settings.gateway.url] if settings.gateway.url else None
+    gateways = own or recorded(started, "gateway.urls")
+    if gateways is None:
         raise ConfigError(f"gateway.url: the store has none of the run {run['id']}; give it")
     # The settings that the run did not change may be new since it was started.
     ours = RunnerSettings().model_dump() | (started.get("rollouts") or {})
     return RunnerConfig(
         store=store_url(settings.run.store),
-        gateway=gateway.rstrip("/"),
+        gateways=[url.rstrip("/") for url in gateways],
         run_id=run["id"],
         agent=settings.agent.entrypoint or agent,
         model=_model_name(run),

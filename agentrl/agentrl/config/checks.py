@@ -27,6 +27,7 @@ _LOCAL_ONLY = {
     "model.dtype": "the model runs on Tinker, in its own precision",
     "model.load_in_4bit": "the model runs on Tinker, in its own precision",
     "sampler.kind": "Tinker samples",
+    "sampler.samplers": "Tinker samples",
     "sampler.temperature": "Tinker's log-probs are those at temperature 1",
     "learning.micro_batch_tokens": "Tinker packs its own batches",
     "learning.gradient_checkpointing": "Tinker manages its own memory",
@@ -136,6 +137,7 @@ def check_train(config: TrainConfig) -> None:
          "give evaluation.tasks, or set it to stop"),
     )  # fmt: skip
     check_trainers(config.model, config.learning)
+    _check_gateways(config)
     if config.run.steps is not None:
         check_warmup(config.learning.warmup_steps, config.run.steps)
     if config.run.backend == "tinker":
@@ -152,6 +154,22 @@ def check_trainers(model: ModelSettings, learning: LearningSettings) -> None:
         (learning.shard_base and model.load_in_4bit,
          "learning.shard_base: not with model.load_in_4bit, whose layers cannot be spread; leave "
          "one of them out"),
+    )  # fmt: skip
+
+
+def _check_gateways(config: TrainConfig) -> None:
+    gateways, samplers = config.gateway.gateways, config.sampler.samplers
+    urls, last = len(config.sampler.vllm.url), config.gateway.port + gateways - 1
+    _refuse(
+        (bool(urls) and samplers > 1,
+         "sampler.samplers: these are started, and the servers of sampler.vllm.url run already; "
+         "give one or the other"),
+        (1 < gateways < max(samplers, urls),
+         f"gateway.gateways: {gateways} are too few for {max(samplers, urls)} samplers, each of "
+         "which has a gateway of its own; leave it out"),
+        (1 < samplers < gateways and config.sampler.kind == "embedded",
+         f"sampler.samplers: each of {gateways} gateways has an embedded sampler; leave it out"),
+        (last > 65535, f"gateway.port: the last gateway's would be {last}; give a lower one"),
     )  # fmt: skip
 
 
@@ -192,7 +210,7 @@ def greedy_note(samples: int, temperature: float) -> str | None:
 
 def check_models(config: ModelCommand) -> None:
     vllm = config.sampler.vllm
-    runs = vllm.url is not None
+    runs = bool(vllm.url)
     _check_effect(
         config,
         {

@@ -59,7 +59,7 @@ from agentrl.config.settings.run import (
     ServeRunSettings,
     TrainRunSettings,
 )
-from agentrl.config.settings.sampler import SamplerSettings, TinkerSettings
+from agentrl.config.settings.sampler import SamplerSettings, TinkerSettings, TrainSamplerSettings
 from agentrl.config.settings.sweep import SweepSettings
 
 
@@ -148,12 +148,13 @@ class TrainConfig(ScoredCommand):
     short_flags = _short(
         "agent.tasks evaluation.tasks=eval-tasks rewards agent.python agent.user=agent-user "
         "agent.sandbox=sandbox agent.harbor_agent model.name=model "
-        "sampler.kind=sampler run.backend rollouts.runners rollouts.rollouts_per_process "
-        "rollouts.timeout sampler.max_tokens sampler.temperature rollouts.batch_size "
-        "rollouts.group_size rollouts.max_staleness algorithm.loss algorithm.estimator "
+        "sampler.kind=sampler sampler.samplers run.backend rollouts.runners "
+        "rollouts.rollouts_per_process rollouts.timeout sampler.max_tokens "
+        "sampler.temperature rollouts.batch_size rollouts.group_size rollouts.max_staleness "
+        "algorithm.loss algorithm.estimator "
         "learning.learning_rate learning.rank learning.init_adapter learning.init_optimizer "
         "learning.trainers learning.shard_base "
-        "gateway.allowed_hosts=allowed-host run.steps run.ui guards.max_hours "
+        "gateway.gateways gateway.allowed_hosts=allowed-host run.steps run.ui guards.max_hours "
         "guards.max_run_tokens guards.max_cost run.seed run.name run.folder=runs"
     )
 
@@ -163,6 +164,7 @@ class TrainConfig(ScoredCommand):
     algorithm: AlgorithmSettings = AlgorithmSettings()
     learning: LearningSettings = LearningSettings()
     curriculum: CurriculumSettings = CurriculumSettings()
+    sampler: TrainSamplerSettings = TrainSamplerSettings()
     gateway: TrainGatewaySettings = TrainGatewaySettings()
     tinker: TinkerSettings = TinkerSettings()
     guards: GuardSettings = GuardSettings()

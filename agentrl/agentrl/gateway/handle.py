@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import httpx
 
@@ -30,6 +30,16 @@ _WATCH_S = 0.1
 _READY_TIMEOUT_S = 600.0  # a large model takes minutes to load
 _POLL_S = 0.03
 _STOP_S = 5.0  # to stop the sampler and write the last rows, beyond the grace for answers
+
+
+class Trouble(NamedTuple):
+    """Why a gateway has not loaded an adapter."""
+
+    why: str
+    refuses: bool = False
+    """Another try would not help."""
+    has_no_sampler: bool = False
+    """Its sampler is away, and gets the adapter when it is back."""
 
 
 class GatewayHandle(SupervisedProcess):
@@ -79,11 +89,15 @@ class GatewayHandle(SupervisedProcess):
         return http_url(address, port)
 
     def start(self) -> None:
+        """Start the process, and again whenever it ends by itself."""
+        self.launch()
+        self.supervise()
+
+    def launch(self) -> None:
         """Start the process, as a fork of this one where that is safe and saves the imports."""
         self.spawn(self._serve if _may_fork() else None)
         # A process that takes over during an outage of vLLM waits for its end, however long.
         self.stdin = handed_over(self._plan.model_copy(update={"vllm_wait": None}))
-        self.supervise()
 
     def _serve(self) -> None:
         end_with_parent()
@@ -132,19 +146,20 @@ class GatewayHandle(SupervisedProcess):
         """
         answer = self._client.post(path, json=body, headers=headers, timeout=timeout_s)
         if not answer.is_success:
-            raise RuntimeError(_why_refused(answer))
+            raise RuntimeError(_error_of(answer)["message"])
 
-    def try_load_adapter(self, name: str, version: int, path: str) -> tuple[str, bool] | None:
-        """Have the gateway answer with an adapter version from now on.
-
-        Returns None when it does, else why not, and whether it refuses: another try would not help.
-        """
+    def try_load_adapter(self, name: str, version: int, path: str) -> Trouble | None:
+        """Have the gateway answer with an adapter version from now on; None: it does."""
         adapter = {"name": name, "version": version, "path": path}
         try:
             answer = self._client.post("/admin/adapters", json=adapter)
         except httpx.HTTPError as error:
-            return f"{type(error).__name__}: {error}", False
-        return None if answer.is_success else (_why_refused(answer), answer.is_client_error)
+            return Trouble(f"{type(error).__name__}: {error}")
+        if answer.is_success:
+            return None
+        error = _error_of(answer)
+        lost = error.get("code") == "sampler_unavailable"
+        return Trouble(error["message"], answer.is_client_error, has_no_sampler=lost)
 
     def drop_prefixes(self) -> None:
         """Free memory of the sampler that no call needs until the next version; best effort."""
@@ -180,11 +195,11 @@ class GatewayHandle(SupervisedProcess):
         self._socket.close()
 
 
-def _why_refused(answer: httpx.Response) -> str:
-    try:
-        return str(answer.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"the gateway answered {answer.status_code}: {answer.text[:500]}"
+def _error_of(answer: httpx.Response) -> dict[str, Any]:
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        error = answer.json()["error"]
+        return {**error, "message": str(error["message"])}
+    return {"message": f"the gateway answered {answer.status_code}: {answer.text[:500]}"}
 
 
 def _may_fork() -> bool:

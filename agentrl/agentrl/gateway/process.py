@@ -12,7 +12,6 @@ import contextlib
 import json
 import logging
 import os
-import secrets
 import signal
 import socket
 import sys
@@ -38,6 +37,7 @@ from agentrl.process_privacy import hide_memory
 from agentrl.supervisor import end_with_parent, first_line
 from agentrl.timing import heavy_imports
 from agentrl_tracer.store import Store, StoreError
+from agentrl_tracer.store.runs import new_boot_id
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -76,6 +76,8 @@ class GatewayPlan(Table):
     """PEFT folders of fixed adapters, version 0, where no run makes versions."""
     answered_by: str | None = None  # the model in ``models`` that answers in the adapter's place
     trains_beside: bool = False  # a trainer on this machine computes while this samples
+    number: int = 0  # of the gateway, among ``gateways`` of one run
+    gateways: int = 1
     vllm_url: str | None = None  # sample through this vLLM server
     vllm_wait: float | None = None
     """Seconds to wait for a vLLM server that does not answer yet; None: no limit."""
@@ -85,7 +87,8 @@ class GatewayPlan(Table):
         """Plan for a command's settings.
 
         Args:
-            vllm_url: of the server that was started for it; None: ``sampler.vllm.url``, if set.
+            vllm_url: of the server that was started for it; None: the first of
+                ``sampler.vllm.url``, if any.
             place: the fields that are not tables of the command.
         """
         vllm = command.sampler.vllm
@@ -96,7 +99,7 @@ class GatewayPlan(Table):
             host=getattr(command.gateway, "host", "127.0.0.1"),
             models=command.models,
             speakers=command.speakers,
-            vllm_url=vllm_url or vllm.url,
+            vllm_url=vllm_url or next(iter(vllm.url), None),
             vllm_wait=None if vllm_url else vllm.wait,
             **place,
         )
@@ -144,8 +147,8 @@ def _ready_app(plan: GatewayPlan, ending: contextlib.ExitStack) -> FastAPI:
     sys.setswitchinterval(1e-4)
     store = Store(plan.store)
     ending.callback(store.close)
-    boot_id = secrets.token_hex(6)
-    store.register_gateway(boot_id, plan.run_id, os.getpid())
+    boot_id = new_boot_id(plan.number)
+    store.register_gateway(boot_id, plan.run_id, os.getpid(), gateways=plan.gateways)
     sampler, tokenizer = make_sampler(plan)
     writer = TraceWriter(store, boot_id)
     ending.callback(writer.close)
@@ -228,9 +231,12 @@ def make_sampler(plan: GatewayPlan) -> tuple[EmbeddedSampler | VllmSampler | Tin
     if tinker is None and plan.vllm_url is None:
         from agentrl.samplers.embedded import EmbeddedSampler
 
-        how = {"device", "dtype", "load_in_4bit", "trust_remote_code", "chat_template"}
-        base = load_base(model.name, **model.model_dump(include=how))
-        cores = model.cores or available_cores()
+        names = {"device", "dtype", "load_in_4bit", "trust_remote_code", "chat_template"}
+        how, gpus = model.model_dump(include=names), torch.cuda.device_count()
+        if plan.gateways > 1 and gpus > 1 and model.device in ("auto", "cuda"):
+            how["device"] = f"cuda:{plan.number % gpus}"
+        base = load_base(model.name, **how)
+        cores = max(1, (model.cores or available_cores()) // plan.gateways)
         torch.set_num_threads(sampler_threads(cores, base.parameters, alone=not plan.trains_beside))
         return EmbeddedSampler(base, int8=plan.sampler.weights == "int8"), base.tokenizer
     source = tinker.tokenizer if tinker and tinker.tokenizer else model.name

@@ -180,7 +180,14 @@ class Pool:
             with contextlib.suppress(OSError):  # the store's process has ended, and this one will
                 socket.send_fds(self._store, [b"w"], [theirs.fileno()])
             theirs.close()
-            run = partial(run_worker, self.config, slot.index, slot.running, slot.code, store)
+            run = partial(
+                run_worker,
+                self.config.of_worker(slot.index),
+                slot.index,
+                slot.running,
+                slot.code,
+                store,
+            )
             self._fork(slot, run)
         if slot.child is not None:  # it has a copy
             slot.running.clear()

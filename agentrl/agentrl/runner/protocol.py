@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ class RunnerConfig:
     """The configuration of a pool of runners; ``agentrl.config`` has the defaults of settings."""
 
     store: str  # URL or path of the trace store; in the pool the SQLite file, or empty
-    gateway: str  # base URL, without ``/v1`` or a final slash
+    gateways: list[str]
+    """Base URLs, without ``/v1`` or a final slash. A worker's configuration has one."""
     run_id: str  # whose rollouts are claimed
     agent: str  # ``module:function``, ``file.py:function`` or a command line
     model: str  # the model name that agents are told to ask for (``AGENTRL_MODEL``)
@@ -39,6 +41,16 @@ class RunnerConfig:
     withheld: list[str] = field(default_factory=list[str])
     """Variables that agents do not get: other models' keys."""
     pool: str = ""  # the pool's name, which it keeps when it is started again
+
+    @property
+    def gateway(self) -> str:
+        """The URL of the first gateway."""
+        return self.gateways[0]
+
+    def of_worker(self, index: int) -> RunnerConfig:
+        """Return a worker's configuration. Pools begin with different gateways."""
+        chosen = (zlib.crc32(self.pool.encode()) + index) % len(self.gateways)
+        return replace(self, gateways=[self.gateways[chosen]])
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

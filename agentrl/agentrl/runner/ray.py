@@ -85,7 +85,7 @@ class RayPool:
                 "%d runners ask for a CPU each, and the Ray cluster has %g: the others wait for a "
                 "place", config.runners, cpus,
             )  # fmt: skip
-        self._actors = [self._new_actor() for _ in range(config.runners)]
+        self._actors = [self._new_actor(place) for place in range(config.runners)]
         self._deaths = [0] * config.runners  # of the actors of each place
         self._reported: list[str] = []
         self._stopping = threading.Event()
@@ -121,11 +121,11 @@ class RayPool:
         """Return why runners died. Their logs are on the nodes, in the run's folder of logs."""
         return "\n".join(self._reported[-lines:])
 
-    def _new_actor(self) -> Any:
+    def _new_actor(self, place: int) -> Any:
         search = [folder for folder in sys.path if folder]
         # Ray revives an actor whose process dies; what its runner had under way loses its lease.
         kind = self._ray.remote(max_restarts=-1, num_cpus=1)(_RayRunner)
-        return kind.remote(replace(self._config, runners=1).to_json(), search)
+        return kind.remote(replace(self._config.of_worker(place), runners=1).to_json(), search)
 
     def _watch(self) -> None:
         asked = {actor.alive.remote(): place for place, actor in enumerate(self._actors)}
@@ -142,7 +142,7 @@ class RayPool:
                         logger.warning("a runner on Ray: %s", why)
                     if isinstance(error, self._ray.exceptions.ActorDiedError):
                         self._deaths[place] += 1
-                        self._actors[place] = self._new_actor()
+                        self._actors[place] = self._new_actor(place)
                 asked[self._actors[place].alive.remote()] = place
 
 
@@ -166,12 +166,12 @@ def _within_reach(ray: Any, config: RunnerConfig, gateway_host: str | None) -> R
             f"gateway.host: {gateway_host} is out of reach of the Ray cluster's other nodes (it "
             f"has {count}); set --gateway.host 0.0.0.0, or this machine's address in their network"
         )
-    parts = urlsplit(config.gateway)
-    if not (parts.hostname or "").startswith(_LOOPBACK):
+    gateways = [urlsplit(url) for url in config.gateways]
+    if not (gateways[0].hostname or "").startswith(_LOOPBACK):
         return config
-    # It listens everywhere; other nodes need this machine's address.
+    # They listen everywhere; other nodes need this machine's address.
     address = ray.util.get_node_ip_address()
-    return replace(config, gateway=http_url(address, parts.port or 80))
+    return replace(config, gateways=[http_url(address, one.port or 80) for one in gateways])
 
 
 def check_reach(config: RunnerConfig) -> None:

@@ -106,7 +106,7 @@ class Trainer(TrainingRun):
         ahead = self.queue.under_way if taken.metrics["groups/ahead"] else None
         self.display.phase("learning", ahead=ahead)
         if not ahead:
-            self.session.gateway.drop_prefixes()
+            self.session.gateways.drop_prefixes()
         with timer("update"):
             calls, batches = self.assemble(step, taken.rollouts)
             passes = {
@@ -123,7 +123,7 @@ class Trainer(TrainingRun):
         row = step_row(step, taken, calls, batches, passes, outcomes, self.records.staleness)
         row |= self.queue.curriculum.metrics()
         row |= self.scorer.take_metrics()
-        row |= self.prefix_hits.metrics(self.session.gateway.health())
+        row |= self.prefix_hits.metrics(self.session.gateways.sampler_healths())
         row |= {
             "learning_rate": self.learning_rate(step),
             **seconds_row(timer),

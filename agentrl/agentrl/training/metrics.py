@@ -125,25 +125,31 @@ class PrefixHits:
     """Counts the prompt tokens that the sampler took from its prefix cache, step by step."""
 
     def __init__(self) -> None:
-        self._before = (0, 0)
+        self._before: dict[int, tuple[int, int]] = {}
 
-    def metrics(self, health: Mapping[str, Any] | None) -> dict[str, float]:
-        """Return the share since the last call; nothing if the sampler does not count it.
+    def metrics(self, healths: Sequence[Mapping[str, Any] | None]) -> dict[str, float]:
+        """Return the share since the last call; nothing if no sampler counts it.
 
         Args:
-            health: the gateway's; None while it is not up.
+            healths: of a gateway of each sampler; None while one is not up.
         """
+        new = [self._new(number, health) for number, health in enumerate(healths)]
+        hits, total = (sum(counts) for counts in zip(*new, strict=True))
+        return {"tokens/prompts": total, "tokens/prompts_reused": hits / total} if total else {}
+
+    def _new(self, number: int, health: Mapping[str, Any] | None) -> tuple[int, int]:
+        """Return the hits and all prompt tokens of a gateway's sampler since the last call."""
         counted = (health or {}).get("sampler") or {}
         reused, computed = counted.get("reused_tokens"), counted.get("prefill_tokens")
         asked = counted.get("prompt_tokens")  # vLLM's, those from its cache included
         if reused is None or (computed is None and asked is None):
-            return {}
-        now = (int(reused), int(reused + computed if asked is None else asked))
-        if now[1] < self._before[1]:  # the sampler was started again
-            self._before = (0, 0)
-        hits, total = (x - y for x, y in zip(now, self._before, strict=True))
-        self._before = now
-        return {"tokens/prompts": total, "tokens/prompts_reused": hits / total} if total else {}
+            return 0, 0
+        now = int(reused), int(reused + computed if asked is None else asked)
+        before = self._before.get(number, (0, 0))
+        if now[1] < before[1]:  # the sampler was started again
+            before = 0, 0
+        self._before[number] = now
+        return now[0] - before[0], now[1] - before[1]
 
 
 def seconds_row(timer: PhaseTimer) -> dict[str, float]:

@@ -6,6 +6,7 @@ import contextlib
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from agentrl.config.commands import EvalConfig, RunConfig, TrainConfig
 from agentrl.config.secrets import secret_variables, store_url, without_password
 from agentrl.console.output import stderr
-from agentrl.gateway.handle import GatewayHandle
+from agentrl.gateway.group import Gateways, gateway_count
 from agentrl.gateway.process import GatewayPlan, import_gateway
 from agentrl.ray_cluster import places_of
 from agentrl.runner.pool_client import start_pool
@@ -22,12 +23,12 @@ from agentrl.runner.protocol import RunnerConfig
 from agentrl.runs.circumstances import note_failure
 from agentrl.runs.folder import RunFolder
 from agentrl.runs.recorded import register
-from agentrl.samplers.vllm.server import planned_server
+from agentrl.samplers.vllm.server import planned_servers
 from agentrl.scoring.functions import RewardFunction, ScoringContext
 from agentrl.scoring.scorer import Scorer
 from agentrl.supervisor import SupervisedProcess
 from agentrl.timing import Waiting
-from agentrl_proxy.server.listening import bind, is_loopback
+from agentrl_proxy.server.listening import is_loopback
 from agentrl_tracer.schemas import Call, NewRollout, Policies, Rollout, SkipReason
 from agentrl_tracer.store import Store, StoreError
 
@@ -56,7 +57,7 @@ class RunError(RuntimeError):
 
 
 class Session:
-    """Gateway and runners of one run, as a context manager.
+    """Gateways and runners of one run, as a context manager.
 
     A folder that already holds a run continues it: what its processes left unfinished is canceled.
     The folder is locked for as long as ``folder`` lives.
@@ -87,13 +88,13 @@ class Session:
         paths = dict(adapter_paths or {})
         log, max_rank = folder.logs / "vllm.log", training and training.learning.rank
         # What it refuses is refused before there is a run.
-        self._vllm = planned_server(config, log, max_rank=max_rank, adapters=paths.values())
+        self._servers = planned_servers(config, log, max_rank=max_rank, adapters=paths.values())
         self.store = Store(store_url(shared) if shared else str(folder.store))
         self.run_id = self._register(kind)
         own = bool(training or paths)
         self._plan = GatewayPlan.of(
             config,
-            vllm_url=self._vllm and self._vllm.url,
+            vllm_url=None,
             tinker=as_training.tinker
             if as_training and as_training.run.backend == "tinker"
             else None,
@@ -115,7 +116,7 @@ class Session:
         named = (config.sole_adapter or config.model.adapter) if as_adapter else config.model.name
         self._asks_for = asks_for or named
         self.started = time.perf_counter()
-        self.gateway: GatewayHandle
+        self.gateways: Gateways
         self.pool: SupervisedProcess | RayPool
         self.watch: Callable[[], None] = lambda: None  # may raise, to give up rollouts under way
         self._next_maintenance = 0.0
@@ -134,8 +135,8 @@ class Session:
 
     def __enter__(self) -> Self:
         try:
-            self.gateway = self._listen()
-            self.store.announce_gateway(self.run_id, self.gateway.url_for_others)
+            self.gateways = self._listen()
+            self.store.announce_gateways(self.run_id, self.gateways.urls_for_others)
             self.pool = self._start_runners()
         except BaseException as error:
             self._note_end(error)
@@ -146,23 +147,21 @@ class Session:
                 # sooner and shares that memory. The runners load meanwhile.
                 import_gateway()
             self.store.close()  # SQLite's connections must not cross a fork; it opens others
-            self.gateway.start()
-            # After the gateway, which may be forked: supervision starts a thread.
+            self.gateways.start()
+            # After the gateways, which may be forked: supervision starts a thread.
             self.pool.supervise()
             self._heart.start()
-            if self._vllm:
-                self._vllm.start()
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
         return self
 
-    def _listen(self) -> GatewayHandle:
+    def _listen(self) -> Gateways:
         own = self._training and self._training.gateway
         host, port = (own.host, own.port) if own else ("127.0.0.1", 0)
+        count, logs = gateway_count(self.config), self.folder.logs
         try:
-            listening = bind(host, port, operator_key=self._plan.operator_key)
-            return GatewayHandle(self._plan, self.folder.logs / "gateway.log", listening)
+            return Gateways(self._plan, count, logs, host, port, self._servers)
         except OSError as error:
             raise RunError(f"gateway.host/gateway.port: cannot listen there: {error}") from error
 
@@ -170,7 +169,7 @@ class Session:
         config = self.config
         how = config.rollouts
         runners = RunnerConfig(
-            store=self.store.url, gateway=self.gateway.url, run_id=self.run_id,
+            store=self.store.url, gateways=self.gateways.urls, run_id=self.run_id,
             agent=config.agent.entrypoint, model=self._asks_for, logs=str(self.folder.logs),
             runners=how.runners, timeout_s=how.timeout, lease_s=how.lease,
             concurrency=how.concurrency, rollouts_per_process=how.rollouts_per_process,
@@ -205,15 +204,11 @@ class Session:
 
     def _stop(self) -> None:
         self._ended.set()
-        self.gateway.let_end()
+        self.gateways.let_end()
         try:
             self.pool.stop()
-        finally:  # after the runners, which ask for the gateway's health
-            if self._vllm:
-                self._vllm.begin_stop()
-            self.gateway.stop()
-            if self._vllm:
-                self._vllm.stop()
+        finally:  # after the runners, which ask for the gateways' health
+            self.gateways.stop()
 
     def _beat(self) -> None:
         """Tell other machines that this process lives."""
@@ -226,26 +221,24 @@ class Session:
             store.close()
 
     def wait_ready(self, on_wait: Callable[[str], object]) -> dict[str, Any]:
-        """Wait for the gateway, and return its health.
+        """Wait for the gateways, and return the health of the first.
 
         Args:
             on_wait: receives, now and then, what is starting.
 
         Raises:
-            RunError: it cannot start, keeps dying or takes too long; quotes the end of the log.
-            RuntimeError: the vLLM that the run samples from is not up in time, or is not fit.
+            RunError: one, or a vLLM server that it needs, cannot start, keeps dying or takes too
+                long; quotes the end of its log.
         """
-        if self._vllm:
-            self._vllm.wait(on_wait)
         try:
-            return self.gateway.wait_ready(on_wait)
+            return self.gateways.wait_ready(on_wait)
         except RuntimeError as error:
             raise RunError(str(error)) from error
 
     def publish(
         self, name: str, version: int, path: str, step: int, on_trouble: Callable[[str], None]
     ) -> None:
-        """Make a saved adapter the one that answers; return when the sampler has loaded it.
+        """Make a saved adapter the one that answers; return when the samplers have loaded it.
 
         The store is written first: a gateway that restarts in between loads the adapter from there.
 
@@ -258,10 +251,9 @@ class Session:
         self.store.publish_adapter(self.run_id, name, version, path, step)
         what, restarts = f"adapter {name}@{version}", self._restarts()
         waiting, refused_since, pause = Waiting(on_trouble), None, _POLL_S
-        while problem := self.gateway.try_load_adapter(name, version, path):
-            now = time.monotonic()
-            why, refuses = problem
-            refused_since = (refused_since or now) if refuses else None
+        while trouble := self.gateways.try_load_adapter(name, version, path):
+            now, why = time.monotonic(), trouble.why
+            refused_since = (refused_since or now) if trouble.refuses else None
             refused = refused_since is not None and now - refused_since >= _REFUSED_S
             if refused or self._restarts() - restarts >= _HOPELESS_RESTARTS:
                 raise RunError(f"{what} cannot be published: {why}")
@@ -312,8 +304,8 @@ class Session:
                 return
             if self._restarts() - restarts >= _HOPELESS_RESTARTS:
                 raise RunError(
-                    "gateway and runners keep dying and no rollout finishes; see "
-                    f"{self.folder.logs}\n{self.gateway.log_tail()}\n{self.pool.log_tail(5)}"
+                    "gateways and runners keep dying and no rollout finishes; see "
+                    f"{self.folder.logs}\n{self.gateways.log_tail()}\n{self.pool.log_tail(5)}"
                 )
             # A look at 100,000 rollouts takes a while: rest for longer than that.
             time.sleep(max(_POLL_S, _REST * (time.monotonic() - began)))
@@ -328,8 +320,9 @@ class Session:
         """Return what computes rewards of this run's rollouts."""
         plan = self._plan
         context = ScoringContext(
-            self.store, self.run_id, self.folder.root, note, self.config.models, self.gateway.url,
-            plan.operator_key, [plan.model.name, *plan.base_names, *plan.adapters],
+            self.store, self.run_id, self.folder.root, note, self.config.models,
+            self.gateways.urls[0], plan.operator_key,
+            [plan.model.name, *plan.base_names, *plan.adapters],
         )  # fmt: skip
         return Scorer(functions, context, wait=self.result)
 
@@ -340,7 +333,9 @@ class Session:
             return None
         shared = training.run.store
         store = without_password(shared) if shared else self.folder.store
-        return f"agentrl runner --store {store} --gateway {self.gateway.url_for_others}"
+        url, *more = self.gateways.urls_for_others
+        gateway = "" if more else f" --gateway {url}"  # the store tells the runners of several
+        return f"agentrl runner --store {store}{gateway}"
 
     def tell_lost_spans(self, note: Callable[[str], object], *, last: bool = False) -> None:
         """Report once that the OTLP backend does not take what it is sent.
@@ -351,14 +346,16 @@ class Session:
         target = self.config.gateway.forward_otlp
         if target is None or self._told_lost:
             return
-        stats = (self.gateway.health() or {}).get("forward_otlp") or {}
-        lost, sent = stats.get("lost", 0), stats.get("sent", 0)
-        waiting = stats.get("queued", 0) if last and not sent else 0
+        stats = Counter[str]()
+        for health in self.gateways.healths():
+            stats.update((health or {}).get("forward_otlp") or {})
+        lost, sent = stats["lost"], stats["sent"]
+        waiting = stats["queued"] if last and not sent else 0
         if lost or waiting:
             self._told_lost = True
             note(
                 f"gateway.forward_otlp: {target} has not taken {lost + waiting} spans ({sent} "
-                f"arrived); {self.gateway.log or 'the output above'} says why"
+                f"arrived); {self.folder.logs} says why"
             )
 
     def maintain(self) -> None:
@@ -368,5 +365,4 @@ class Session:
             self._next_maintenance = time.monotonic() + _MAINTAIN_S
 
     def _restarts(self) -> int:
-        vllm = self._vllm.restarts if self._vllm else 0
-        return self.gateway.restarts + self.pool.restarts + vllm
+        return self.gateways.restarts + self.pool.restarts

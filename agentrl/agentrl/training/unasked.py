@@ -24,7 +24,7 @@ def note_unasked(run: TrainingRun, rollouts: Sequence[Rollout], total: int, what
     """Report ``rollouts``, of ``total``, that earned a reward without asking the model."""
     if not rollouts:
         return
-    examined, gateway = rollouts[:_EXAMINED], run.session.gateway.url
+    examined, gateways = rollouts[:_EXAMINED], run.session.gateways.urls
     models = {
         call.attempt_id: call.model
         for call in run.store.calls(attempt_ids=[one.winner for one in examined if one.winner])
@@ -33,7 +33,7 @@ def note_unasked(run: TrainingRun, rollouts: Sequence[Rollout], total: int, what
     for rollout in examined:
         other = models.get(rollout.winner)
         spans = [s for s in run.store.spans(rollout.id) if s.attempt_id == rollout.winner]
-        why = f"they asked {other}, which does not train" if other else _why(spans, gateway)
+        why = f"they asked {other}, which does not train" if other else _why(spans, gateways)
         reasons.update([why] if why else [])
     known = "; ".join(f"{why} ({count})" for why, count in reasons.most_common())
     reason = f": {known}" if known else ""
@@ -42,13 +42,13 @@ def note_unasked(run: TrainingRun, rollouts: Sequence[Rollout], total: int, what
     )
 
 
-def _why(spans: Sequence[Span], gateway: str) -> str | None:
+def _why(spans: Sequence[Span], gateways: Sequence[str]) -> str | None:
     """Say why an attempt's calls did not reach the gateway; None if its spans do not tell."""
     calls = [s for s in spans if s.attributes.get("gen_ai.operation.name") in _MODEL_CALLS]
-    ours = urlsplit(gateway)
+    ours = {getattr(urlsplit(url), part) for url in gateways for part in ("hostname", "port")}
     for span in calls:
         address, port = (span.attributes.get(f"server.{part}") for part in ("address", "port"))
-        if address and address != ours.hostname and port != ours.port:
+        if address and ours.isdisjoint((address, port)):
             return f"they asked {address}{f':{port}' if port else ''}, not OPENAI_BASE_URL"
     for span in calls:
         if span.status == "error":

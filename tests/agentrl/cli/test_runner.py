@@ -39,6 +39,16 @@ def test_agents_are_told_no_key_that_is_not_theirs() -> None:
     assert (joined.lease_s, joined.timeout_s, joined.concurrency) == (3, 7, 1)
 
 
+def test_runners_spread_over_the_runs_gateways() -> None:
+    urls = ["http://trainer:8000", "http://trainer:8001"]
+    started = run(agent={"entrypoint": "a:b"}, model={"name": "m", "adapter": "p"})
+    started["config"]["gateway"] = {"urls": urls}
+    joined = runner_config(JoinConfig.model_validate({"run": {"store": "s.db"}}), started)
+    assert joined.gateways == urls
+    assert sorted(joined.of_worker(index).gateway for index in (3, 4)) == urls
+    assert runner_config(SETTINGS, started).gateways == ["http://trainer:8000"]
+
+
 def test_a_run_of_an_earlier_version_is_refused() -> None:
     with pytest.raises(ConfigError, match="an earlier version started the run r"):
         runner_config(SETTINGS, run(agent="agents:one", vllm_key_env="VLLM_KEY"))

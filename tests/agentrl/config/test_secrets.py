@@ -123,7 +123,7 @@ def test_parameters_may_name_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def runner(tmp_path: Path) -> RunnerConfig:
     return RunnerConfig(
-        store=str(tmp_path / "s.db"), gateway="http://g:1", run_id="r", agent="json:loads",
+        store=str(tmp_path / "s.db"), gateways=["http://g:1"], run_id="r", agent="json:loads",
         model="policy", runners=1, timeout_s=9.0, lease_s=9.0, logs=str(tmp_path),
         withheld=["ANSWERER_KEY"],
     )  # fmt: skip

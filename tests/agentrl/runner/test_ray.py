@@ -138,7 +138,7 @@ def test_a_node_that_cannot_reach_the_gateway_says_so() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         gateway = f"http://127.0.0.1:{server.getsockname()[1]}"
         config = RunnerConfig(
-            "sqlite:////nowhere/x.db", gateway, "r", "a", "policy", "logs", 1, 60.0, 15.0
+            "sqlite:////nowhere/x.db", [gateway], "r", "a", "policy", "logs", 1, 60.0, 15.0
         )
         with pytest.raises(RuntimeError, match=r"run\.store: .*no /nowhere/x\.db"):
             check_reach(config)

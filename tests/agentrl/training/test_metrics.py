@@ -110,14 +110,18 @@ def test_the_page_names_nothing_twice() -> None:
 def test_the_share_of_prompts_from_the_prefix_cache() -> None:
     hits = PrefixHits()
     embedded = {"prefill_tokens": 100, "reused_tokens": 300}
-    assert hits.metrics({"sampler": embedded}) == {
+    assert hits.metrics([{"sampler": embedded}]) == {
         "tokens/prompts": 400,
         "tokens/prompts_reused": 0.75,
     }
-    assert hits.metrics({"sampler": embedded}) == {}  # nothing was asked since
-    assert hits.metrics(None) == {}
+    assert hits.metrics([{"sampler": embedded}]) == {}  # nothing was asked since
+    assert hits.metrics([None]) == {}
     again = {"prefill_tokens": 30, "reused_tokens": 10}  # of a new process
-    assert hits.metrics({"sampler": again})["tokens/prompts_reused"] == 0.25
-    vllm = PrefixHits().metrics({"sampler": {"prompt_tokens": 200, "reused_tokens": 150}})
+    assert hits.metrics([{"sampler": again}])["tokens/prompts_reused"] == 0.25
+    both = hits.metrics(
+        [{"sampler": {"prefill_tokens": 40, "reused_tokens": 30}}, {"sampler": again}]
+    )
+    assert both == {"tokens/prompts": 70, "tokens/prompts_reused": 30 / 70}
+    vllm = PrefixHits().metrics([{"sampler": {"prompt_tokens": 200, "reused_tokens": 150}}])
     assert vllm == {"tokens/prompts": 200, "tokens/prompts_reused": 0.75}
-    assert PrefixHits().metrics({"sampler": {"sampler": "tinker"}}) == {}
+    assert PrefixHits().metrics([{"sampler": {"sampler": "tinker"}}]) == {}

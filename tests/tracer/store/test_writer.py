@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from store_records import call_of
+from store_records import call_of, claimed, start_run
 
 from agentrl_tracer.schemas import AttemptState, CallState, Claim, SkipReason
 from agentrl_tracer.store import Store
@@ -54,6 +54,20 @@ async def test_calls_open_at_a_gateways_death_are_lost_with_a_reason(
     lost, done = sorted(store.calls(attempt_ids=[claim.attempt_id]), key=lambda c: c.id != "lost")
     assert (lost.state, lost.skip_reason) == (CallState.ERROR, SkipReason.GATEWAY_LOST)
     assert (done.state, done.skip_reason) == (CallState.COMPLETED, None)
+
+
+async def test_a_gateway_takes_only_its_predecessors_calls_for_lost(store: Store) -> None:
+    run_id = start_run(store, rollouts=3)
+    for number, boot in enumerate(("0.a", "1.a", "2.a")):
+        store.register_gateway(boot, run_id, 1, gateways=3)
+        writer = TraceWriter(store, boot)
+        writer.open(call_of(claimed(store), f"of-{number}", state=CallState.OPEN))
+        writer.close()
+    assert store.register_gateway("1.b", run_id, 2, gateways=3) == 1
+    lost = [call for call in store.calls() if call.state is CallState.ERROR]
+    assert [call.id for call in lost] == ["of-1"]
+    assert store.register_gateway("1.c", run_id, 2, gateways=2) == 0
+    assert store.register_gateway("0.b", run_id, 2, gateways=2) == 2  # resumed with two of three
 
 
 async def test_a_failing_database_fails_the_call_not_the_writer(

@@ -17,6 +17,16 @@ from agentrl_tracer.store.verdicts import UNJUDGED, VerdictStore
 _LOST = "the gateway died before it answered"
 
 
+def new_boot_id(number: int) -> str:
+    """Return an id for the process of a run's gateway with this number."""
+    return f"{number}.{secrets.token_hex(6)}"
+
+
+def _number_of(boot_id: str) -> int:
+    number = boot_id.partition(".")[0]
+    return int(number) if number.isdecimal() else 0
+
+
 class RunStore(VerdictStore):
     def create_run(
         self, name: str, kind: str, config: Json, policies: Policies | None = None
@@ -42,10 +52,10 @@ class RunStore(VerdictStore):
             run_id, state="running", ended_at=None, config=config, heartbeat_at=now, policies=known
         )
 
-    def announce_gateway(self, run_id: str, url: str) -> None:
-        """Keep the address of a run's gateway in its settings, as ``gateway.url``."""
+    def announce_gateways(self, run_id: str, urls: Sequence[str]) -> None:
+        """Keep the addresses of a run's gateways in its settings, as ``gateway.urls``."""
         [run] = [run for run in self.runs() if run["id"] == run_id]
-        gateway = {**(run["config"].get("gateway") or {}), "url": url}
+        gateway = {**(run["config"].get("gateway") or {}), "urls": list(urls)}
         self._change(run_id, config=run["config"] | {"gateway": gateway})
 
     def beat(self, run_id: str) -> None:
@@ -158,13 +168,28 @@ class RunStore(VerdictStore):
         query = sa.select(sa.func.max(t.metrics.c.step)).where(t.metrics.c.run_id == run_id)
         return self.db.fetch_rows(query)[0][0]
 
-    def register_gateway(self, boot_id: str, run_id: str | None, pid: int) -> int:
-        """Register a gateway process; return how many calls its predecessor left open.
+    def register_gateway(
+        self, boot_id: str, run_id: str | None, pid: int, *, gateways: int = 1
+    ) -> int:
+        """Register a gateway process; return how many calls its predecessors left open.
 
-        A run has one gateway at a time, so calls that an earlier boot left open are lost.
+        A run has one process of each number at a time, so calls that an earlier boot of the same
+        number left open are lost. Before the run was resumed, it may have had more gateways: number
+        ``n`` was followed by ``n`` modulo ``gateways``.
+
+        Args:
+            boot_id: a new one, see ``new_boot_id``.
+            gateways: how many the run has.
         """
         row = {"boot_id": boot_id, "run_id": run_id, "pid": pid, "proxied": 0}
-        left_open = (t.calls.c.state == CallState.OPEN, t.calls.c.gateway != boot_id)
+        g = t.gateways.c
+        boots = sa.select(g.boot_id).where(g.run_id.is_not_distinct_from(run_id))
+        before = [
+            boot for [boot] in self.db.fetch_rows(boots)
+            if _number_of(boot) % gateways == _number_of(boot_id) and boot != boot_id
+        ]  # fmt: skip
+        of_predecessor = self.db.among(t.calls.c.gateway, before)
+        left_open = (t.calls.c.state == CallState.OPEN, of_predecessor)
         # Calls without a verdict, by an index. One that was judged while it was open is of one of
         # the last steps.
         newest = sa.select(sa.func.max(t.rollouts.c.step)).where(t.rollouts.c.run_id == run_id)

@@ -191,6 +191,7 @@ metrics = sa.Table(
 gateways = sa.Table(
     "gateways",
     metadata,
+    # Begins with the gateway's number in its run and a dot, see runs.new_boot_id.
     sa.Column("boot_id", sa.Text, primary_key=True),
     sa.Column("run_id", sa.Text),
     sa.Column("pid", sa.Integer, nullable=False),

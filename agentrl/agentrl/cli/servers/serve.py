@@ -19,7 +19,7 @@ from agentrl.gateway.process import GatewayPlan
 from agentrl.interrupts import end_in_order
 from agentrl.runs.best_adapter import which_adapter
 from agentrl.runs.folder import adapter_folders
-from agentrl.samplers.vllm.server import planned_server
+from agentrl.samplers.vllm.server import planned_servers
 from agentrl_proxy.server.listening import bind, url_of
 from agentrl_tracer.store import Store
 
@@ -60,10 +60,13 @@ def serving(
     operator_key: str | None,
 ) -> Iterator[GatewayHandle]:
     """Run a gateway, and the vLLM that it needs, which record calls without a run."""
+    if len(config.sampler.vllm.url) > 1:
+        raise ConfigError("sampler.vllm.url: only a training uses several servers; give one URL")
     store = store_url(config.run.store)
     Store(store).close()  # what is wrong with it is said here, not in the gateway's log
     log = Path("vllm.log") if "://" in store else Path(f"{store}.vllm.log")
-    vllm = planned_server(config, log, max_rank=None, adapters=adapters.values())
+    servers = planned_servers(config, log, max_rank=None, adapters=adapters.values())
+    vllm = servers[0] if servers else None
     plan = GatewayPlan.of(
         config,
         vllm_url=vllm.url if vllm else None,

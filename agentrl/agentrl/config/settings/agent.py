@@ -25,7 +25,7 @@ class AgentSettings(Table):
     folder and store, a /tmp and a home folder of its own, and no other processes. Each process
     starts a fresh interpreter, which takes longer than a fork."""
     harbor_agent: str = "claude-code"
-    """Harbor's agent, by name or module:Class, where AGENT is harbor:PATH."""
+    """Harbor's agent of harbor:PATH, by its name or module:Class."""
     harbor_environment: str = "docker"
     """Where Harbor's trials run: one of its environments, or module:Class."""
     harbor_command: str = "harbor"

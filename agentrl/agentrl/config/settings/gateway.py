@@ -52,7 +52,10 @@ class TrainGatewaySettings(GatewaySettings):
     """Address to listen on; 0.0.0.0 lets `agentrl runner` join from other machines. Every request
     needs a rollout's key."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Port; 0 is any free one."""
+    """Port; 0 is any free one. Further gateways listen on the ports that follow."""
+    gateways: Annotated[int, Field(ge=1, le=64)] = 1
+    """Processes that answer the agents, each on a core. Each has an embedded sampler of its own, or
+    one of the vLLM servers; each runner asks one gateway."""
 
 
 class ServeGatewaySettings(GatewaySettings):

@@ -32,8 +32,8 @@ class JoinRolloutSettings(Table):
 
 class JoinGatewaySettings(Table):
     url: HttpUrl | None = None
-    """URL of the run's gateway, as this machine reaches it; by default the one that the run keeps
-    in its store."""
+    """URL of the run's gateway, as this machine reaches it; by default those that the run keeps in
+    its store."""
 
 
 class JoinRunSettings(Table):

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
-from agentrl.config.field_types import Count, HttpUrl, NonNegative, Table, Variable
+from agentrl.config.field_types import Count, HttpUrl, NonNegative, Table, Variable, from_names
 from agentrl.config.secrets import check_url
+
+_VllmUrl = Annotated[str, Field(pattern="^(https?://|unix:/).+"), AfterValidator(check_url)]
 
 
 class VllmSamplerSettings(Table):
@@ -19,11 +21,9 @@ class VllmSamplerSettings(Table):
     args: str = ""
     """More arguments for the server that is started, for instance '--gpu-memory-utilization 0.4' to
     leave the trainer room on a shared GPU."""
-    url: (
-        Annotated[str, Field(pattern="^(https?://|unix:/).+"), AfterValidator(check_url)] | None
-    ) = None
+    url: Annotated[list[_VllmUrl], BeforeValidator(from_names)] = Field(default_factory=list[str])
     """URL of a running vLLM server with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, which
-    sees the run folder under the same path."""
+    sees the run folder under the same path; in training, or URLs of several."""
     wait: NonNegative = 60
     """Seconds to wait at the start for the server at url."""
     key_env: Variable | None = None
@@ -47,6 +47,12 @@ class SamplerSettings(Table):
     """Whether the model thinks before it answers where the request does not say, for models whose
     chat template has a switch (`enable_thinking`); by default the template decides."""
     vllm: VllmSamplerSettings = VllmSamplerSettings()
+
+
+class TrainSamplerSettings(SamplerSettings):
+    samplers: Annotated[int, Field(ge=1, le=64)] = 1
+    """Samplers, each with a copy of the model; on CUDA each on a GPU. A vLLM server or embedded,
+    each has a gateway of its own."""
 
 
 class TinkerSettings(Table):

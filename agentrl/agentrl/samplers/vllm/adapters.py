@@ -74,16 +74,27 @@ class VllmAdapters:
             load = self._loaded(name, version, path)
         except httpx.TransportError as error:
             raise self._client.unavailable(error) from error
-        with self._lock:
-            older = self._older.setdefault(name, [])
-            if name in self.current:
-                older.append(self.current[name].lora)
-            self.current = self.current | {name: load}
+        older = self._replace(name, load)
         self._stale += older[:-_KEPT]
         del older[:-_KEPT]
         self.swaps += 1
         while self._stale:
             self._unload(self._stale.pop())
+
+    def expect(self, name: str, version: int, path: str) -> None:
+        """Let ``restore`` load this version when the server, which is lost, is back."""
+        now = self.current.get(name)
+        if now is None or (now.version, now.path) != (version, path):
+            self._replace(name, LoadedAdapter(_new_name(name, version), version, path))
+
+    def _replace(self, name: str, load: LoadedAdapter) -> list[str]:
+        """Make a load the current one; return the LoRA names of those that it followed."""
+        with self._lock:
+            older = self._older.setdefault(name, [])
+            if name in self.current:
+                older.append(self.current[name].lora)
+            self.current = self.current | {name: load}
+        return older
 
     def restore(self, name: str, load: LoadedAdapter) -> None:
         """Load a version again under a new name, unless a newer one was published meanwhile."""
@@ -96,7 +107,7 @@ class VllmAdapters:
             self._unload(again.lora)
 
     def _loaded(self, name: str, version: int, path: str) -> LoadedAdapter:
-        load = LoadedAdapter(f"{name}@v{version}-{secrets.token_hex(4)}", version, path)
+        load = LoadedAdapter(_new_name(name, version), version, path)
         try:
             answer = self._client.blocking.post(_LOAD, json=load.body(), timeout=_LOAD_S)
             require_loaded(answer, path)
@@ -118,6 +129,11 @@ class VllmAdapters:
         with contextlib.suppress(httpx.HTTPError):
             for lora in [*self._stale, *older, *(load.lora for load in self.current.values())]:
                 self._client.blocking.post(_UNLOAD, json={"lora_name": lora}, timeout=2.0)
+
+
+def _new_name(name: str, version: int) -> str:
+    """Return a LoRA name that no load has had."""
+    return f"{name}@v{version}-{secrets.token_hex(4)}"
 
 
 def adapter_rank(folder: str | Path) -> int:

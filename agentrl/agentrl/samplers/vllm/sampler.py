@@ -131,7 +131,8 @@ class VllmSampler:
         self._adapters.load(name, version, path)
 
     async def load_adapter(self, name: str, version: int, path: str) -> None:
-        if not self.healthy:  # the publishing run tries again
+        if not self.healthy:
+            self._adapters.expect(name, version, path)
             raise self._client.unavailable()
         await asyncio.to_thread(self.load_now, name, version, path)
 

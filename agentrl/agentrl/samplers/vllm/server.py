@@ -52,8 +52,11 @@ _MAX_LORAS = 4
 class VllmServer(SupervisedProcess):
     """A supervised vLLM server on a socket that only this user can reach."""
 
-    def __init__(self, command: Sequence[str], log: Path, withheld: Sequence[str] = ()) -> None:
-        """``command``: as ``vllm_command`` returns it; ``withheld``: variables it does not get."""
+    def __init__(
+        self, command: Sequence[str], log: Path, withheld: Sequence[str] = (), gpus: str = ""
+    ) -> None:
+        """``command``: as ``vllm_command`` returns it; ``withheld``: variables it does not get;
+        ``gpus``: its CUDA_VISIBLE_DEVICES, empty for all."""
         # In the temporary folder, because a socket's path must be short.
         self._folder = Path(tempfile.gettempdir()) / f"agentrl-vllm-{secrets.token_hex(6)}"
         self._socket = str(self._folder / "socket")
@@ -61,6 +64,7 @@ class VllmServer(SupervisedProcess):
         leash = [sys.executable, "-m", "agentrl.samplers.vllm.server"]
         # By default vLLM wants nearly all memory of a CPU, and fails if it is used.
         env = {"VLLM_CPU_KVCACHE_SPACE": "4", **environment_without(withheld), **_ENVIRONMENT}
+        env |= {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
         super().__init__("vLLM", [*leash, *command, "--uds", self._socket], log, env)
 
     def start(self) -> None:
@@ -89,22 +93,41 @@ class VllmServer(SupervisedProcess):
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def planned_server(
+def planned_servers(
     config: ModelCommand, log: Path, *, max_rank: int | None, adapters: Iterable[Path] = ()
-) -> VllmServer | None:
-    """Return the server that the settings want started, not started yet; None: they want none.
+) -> list[VllmServer]:
+    """Return the servers that the settings want started, not started yet.
 
     Args:
+        log: of the first; the others' names have a number, too.
         max_rank: of the adapters that will be loaded; None: of ``adapters``, PEFT folders.
 
     Raises:
         ConfigError: as ``vllm_command``.
     """
-    if config.sampler.kind != "vllm" or config.sampler.vllm.url is not None:
-        return None
+    if config.sampler.kind != "vllm" or config.sampler.vllm.url:
+        return []
     if max_rank is None:
         max_rank = max(map(adapter_rank, adapters), default=_RANKS[0])
-    return VllmServer(vllm_command(config, max_rank), log, secret_variables(config))
+    command, withheld = vllm_command(config, max_rank), secret_variables(config)
+    count = getattr(config.sampler, "samplers", 1)
+    logs = [log, *(log.with_stem(f"{log.stem}-{number}") for number in range(1, count))]
+    return [
+        VllmServer(command, one, withheld, gpus)
+        for one, gpus in zip(logs, _gpus_of(count), strict=True)
+    ]
+
+
+def _gpus_of(servers: int) -> list[str]:
+    """Return the CUDA_VISIBLE_DEVICES of each server: an equal part, or empty where GPUs are too
+    few for that."""
+    import torch
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = [name for name in visible.split(",") if name]
+    names = names or [str(gpu) for gpu in range(torch.cuda.device_count())]
+    each = len(names) // servers if servers > 1 else 0
+    return [",".join(names[i * each : (i + 1) * each]) for i in range(servers)]
 
 
 def vllm_command(config: ModelCommand, max_rank: int) -> list[str]:

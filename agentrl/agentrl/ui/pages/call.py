@@ -115,11 +115,11 @@ def _json(body: Json) -> str:
 
 def _curl(run: Json, call: Call) -> str:
     """Return the request as a shell command that the run's gateway answers."""
-    base = (run["config"].get("gateway") or {}).get("url") or "http://127.0.0.1:8000"
+    urls = (run["config"].get("gateway") or {}).get("urls") or ["http://127.0.0.1:8000"]
     body = json.dumps(call.request or {}, ensure_ascii=False)
     data = shlex.quote(body) if len(body) <= MOST else "@request.json"
     return (
-        f"curl {base}/v1/{path_of(call)} \\\n"
+        f"curl {urls[0]}/v1/{path_of(call)} \\\n"
         '  -H "Authorization: Bearer $OPENAI_API_KEY" \\\n'
         f'  -H "Content-Type: application/json" \\\n  -d {data}\n'
     )

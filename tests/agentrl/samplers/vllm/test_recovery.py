@@ -89,9 +89,7 @@ def test_a_server_without_an_engine_is_unhealthy_until_it_has_one(
     assert not sampler.healthy
     server.well = True
     until(lambda: sampler.healthy)
-    assert list(server.loras.values()) == ["/0"]
-    asyncio.run(sampler.load_adapter("policy", 1, "/1"))
-    assert list(server.loras.values()) == ["/0", "/1"]
+    assert list(server.loras.values()) == ["/1"]  # the version that was published meanwhile
     assert sampler.adapters == {"policy": 1}
 
 
@@ -253,6 +251,30 @@ def test_a_publication_that_is_refused_for_good_ends_the_run(
     assert server.loads < 20  # not one each 30 ms
 
 
+def test_a_version_is_published_though_one_of_two_servers_is_lost(
+    server: Server, tmp_path: Path, no_fork: None
+) -> None:
+    """Its gateway is unwell, so other gateways get its rollouts; it comes back with the version."""
+    with Server() as other:
+        serving = threading.Thread(target=other.serve_forever, args=(0.01,))
+        serving.start()
+        with session_with(tmp_path, f"{server.url},{other.url}") as running:
+            running.wait_ready(print)
+            running.publish("policy", 1, "/1", 1, print)
+            assert [*server.loras.values(), *other.loras.values()] == ["/1", "/1"]
+            other.well = False
+            until(lambda: None in running.gateways.healths())
+            running.publish("policy", 2, "/2", 2, print)
+            assert [*server.loras.values()] == ["/1", "/2"]
+            other.loras, other.well = {}, True  # it was started anew
+            until(lambda: None not in running.gateways.healths())
+            assert list(other.loras.values()) == ["/2"]
+            versions = [(one or {})["adapters"] for one in running.gateways.healths()]
+            assert versions == [{"policy": 2}] * 2
+        other.shutdown()
+        serving.join()
+
+
 @pytest.fixture
 def nowhere() -> str:
     """A URL at which nothing listens."""
@@ -301,7 +323,7 @@ def test_a_run_says_what_it_waits_for_and_ends_without_it(
     with session_with(tmp_path, nowhere, vllm_wait=4) as running:
         with pytest.raises(session.RunError, match=r"sampler\.vllm\.wait is 4 s"):
             running.wait_ready(told.append)
-        assert running.gateway.restarts == 0
+        assert running.gateways.restarts == 0
     assert any(f"no vLLM server is ready at {nowhere}" in message for message in told), told
 
 

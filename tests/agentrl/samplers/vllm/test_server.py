@@ -26,7 +26,7 @@ from training_run import Run
 from agentrl import timing
 from agentrl.config.commands import ServeConfig
 from agentrl.config.errors import ConfigError
-from agentrl.samplers.vllm.server import VllmServer, planned_server, vllm_command
+from agentrl.samplers.vllm.server import VllmServer, planned_servers, vllm_command
 
 CLI = [sys.executable, "-m", "agentrl"]
 
@@ -57,7 +57,7 @@ def test_an_interpreter_without_vllm_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no vLLM"):
         vllm_command(settings, 8)
     for elsewhere in (config(), config(sampler="vllm", vllm_url="http://gpu:8000")):
-        assert planned_server(elsewhere, tmp_path, max_rank=None) is None
+        assert planned_servers(elsewhere, tmp_path, max_rank=None) == []
 
 
 @pytest.mark.parametrize(

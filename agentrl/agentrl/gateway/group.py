@@ -1,0 +1,123 @@
+"""The gateways of a run, and the vLLM servers that they sample from, as one.
+
+Each gateway is a process with a sampler of its own: the embedded one, or one of the vLLM servers.
+A runner asks one gateway only, so what a gateway remembers of an attempt is in one process. The
+runners of a gateway that is not well claim no rollouts meanwhile; those of others do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from agentrl.config.commands import ModelCommand
+from agentrl.gateway.handle import GatewayHandle, Trouble
+from agentrl.gateway.process import GatewayPlan
+from agentrl.samplers.vllm.server import VllmServer
+from agentrl_proxy.server.listening import bind
+
+
+def gateway_count(config: ModelCommand) -> int:
+    """Return how many gateways a command's settings want: at least one for each sampler."""
+    gateways, samplers = (
+        getattr(table, name, 1)
+        for table, name in ((config.gateway, "gateways"), (config.sampler, "samplers"))
+    )
+    return max(gateways, samplers, len(config.sampler.vllm.url))
+
+
+class Gateways:
+    """The gateways of one run; their addresses are valid from the beginning.
+
+    Args:
+        plan: what all of them serve.
+        count: of the gateways.
+        logs: folder of their logs.
+        port: of the first one; the others listen on the ports that follow. 0: any free ones.
+        servers: the vLLM servers to start; empty: others run already, or none is asked.
+
+    Raises:
+        OSError: a port is taken.
+    """
+
+    def __init__(
+        self, plan: GatewayPlan, count: int, logs: Path, host: str, port: int,
+        servers: Sequence[VllmServer],
+    ) -> None:  # fmt: skip
+        self._servers = servers
+        sources = [server.url for server in servers] or plan.sampler.vllm.url or [None]
+        self._samplers = count if sources == [None] else len(sources)
+        self._handles: list[GatewayHandle] = []
+        for number in range(count):
+            own = {"number": number, "gateways": count, "vllm_url": sources[number % len(sources)]}
+            log = logs / (f"gateway-{number}.log" if number else "gateway.log")
+            listening = bind(host, port and port + number, operator_key=plan.operator_key)
+            self._handles.append(GatewayHandle(plan.model_copy(update=own), log, listening))
+        self.urls = [handle.url for handle in self._handles]
+        self.urls_for_others = [handle.url_for_others for handle in self._handles]
+
+    @property
+    def restarts(self) -> int:
+        return sum(one.restarts for one in (*self._handles, *self._servers))
+
+    def start(self) -> None:
+        """Start all processes, gateways as forks of this one where that is possible."""
+        for handle in self._handles:
+            handle.launch()
+        for handle in self._handles:  # supervision starts a thread, after which no fork is safe
+            handle.supervise()
+        for server in self._servers:
+            server.start()
+
+    def wait_ready(self, on_wait: Callable[[str], object]) -> dict[str, Any]:
+        """Wait until all are up, and return the health of the first.
+
+        Raises:
+            RuntimeError: one cannot start, keeps dying or takes too long; quotes the end of its
+                log.
+        """
+        for server in self._servers:
+            server.wait(on_wait)
+        first, *_ = [handle.wait_ready(on_wait) for handle in self._handles]
+        return first
+
+    def healths(self) -> list[dict[str, Any] | None]:
+        """Return each one's answer of /healthz; None for one that is not up."""
+        return [handle.health() for handle in self._handles]
+
+    def sampler_healths(self) -> list[dict[str, Any] | None]:
+        """Return the health of one gateway of each sampler."""
+        return self.healths()[: self._samplers]
+
+    def try_load_adapter(self, name: str, version: int, path: str) -> Trouble | None:
+        """Have all gateways answer with an adapter version from now on.
+
+        Returns None when they do, else why one does not. A gateway that has lost its vLLM server
+        loads the version once it has one again; until then it answers nothing.
+        """
+        troubles = [handle.try_load_adapter(name, version, path) for handle in self._handles]
+        found = sorted((one for one in troubles if one), key=lambda one: one.has_no_sampler)
+        later = len(found) < len(troubles) and all(one.has_no_sampler for one in found)
+        return None if later else next(iter(found), None)
+
+    def drop_prefixes(self) -> None:
+        """Free memory of the samplers that no call needs until the next version; best effort."""
+        for handle in self._handles:
+            handle.drop_prefixes()
+
+    def log_tail(self) -> str:
+        """Return the end of the log of the one that died most often."""
+        return max(self._handles, key=lambda handle: handle.deaths).log_tail()
+
+    def let_end(self) -> None:
+        """Do not start processes again when they end: the system may end all of ours at once."""
+        for handle in self._handles:
+            handle.let_end()
+
+    def stop(self) -> None:
+        """Stop all processes, gateways within their grace."""
+        for one in (*self._servers, *self._handles):
+            one.begin_stop()
+        for one in (*self._handles, *self._servers):
+            one.stop()
