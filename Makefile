@@ -13,7 +13,7 @@ SWEEP ?= hello-sweep
 PYTEST ?= -n 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help demo demo-real sweep examples test check docs site packages clients coding-agents frameworks \
-	real-model before-rl deployments gpu vllm tinker trackers guards \
+	real-model before-rl deployments kills gpu vllm tinker trackers guards \
 	harbor inspect litellm-proxy mutations chaos image-steps lock clean
 .DEFAULT_GOAL := help
 
@@ -32,6 +32,7 @@ help:
 	@echo "make clients    clients of other versions, from npm and PyPI"
 	@echo "make frameworks train two steps with an agent of each framework (20 minutes)"
 	@echo "make coding-agents  Claude Code, Codex, OpenCode, ... by their profiles (fetches 1.5 GB)"
+	@echo "make kills      kill runs and sweeps at named moments; each goes on to the same last bit (10 minutes)"
 	@echo "make guards     train runs that end early: budgets, alerts, going back (3 minutes)"
 	@echo "make before-rl  what SFT, preferences, a reward model and RL on it gain, three seeds (8 minutes)"
 	@echo "make deployments  kill the trainer of deploy/compose.yaml, which goes on; run the SLURM script (1 minute)"
@@ -77,7 +78,7 @@ packages: $(VENV)/.dev
 coding-agents: $(VENV)/.dev
 	@$(BIN)/python -m pytest -m coding_agents -o log_cli=true --log-cli-level=INFO tests/examples
 
-clients frameworks guards before-rl deployments real-model gpu vllm tinker trackers harbor inspect litellm-proxy: $(VENV)/.dev
+clients frameworks guards before-rl deployments kills real-model gpu vllm tinker trackers harbor inspect litellm-proxy: $(VENV)/.dev
 	@$(BIN)/python -m pytest -m $(subst -,_,$@)
 
 mutations: $(VENV)/.dev

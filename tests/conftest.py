@@ -16,7 +16,7 @@ import real_vllm
 
 from agentrl_tracer.store import Store
 
-ON_DEMAND = ("guards", "before_rl", "deployments", "real_model")
+ON_DEMAND = ("guards", "before_rl", "deployments", "kills", "real_model")
 """Markers of tests that take minutes; each has a target of its name, such as ``make guards``."""
 
 

@@ -34,6 +34,8 @@ class DecodingParams:
     top_logprobs: int = 0  # how many alternatives each TokenEvent lists
     grammar: str | None = None  # for the answer, in llguidance's Lark
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit)
+    rollout: str | None = None
+    """Requests of one rollout share prefixes: a sampler of several engines gives them to one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,7 @@ class PromptScorer(Protocol):
 
 @runtime_checkable
 class PrefixCache(Protocol):
-    """A sampler that takes memory for prefixes of finished calls."""
+    """A sampler that takes memory for prefixes of finished calls, or for the next ones."""
 
     async def drop_prefixes(self) -> None:
         """Free that memory, which no call is expected to use."""

@@ -36,6 +36,7 @@ class Server(ThreadingHTTPServer):
         self.under_way = threading.Semaphore(0)  # an answer more
         self.released = threading.Event()  # what it left without an answer ends
         self.while_loading: Callable[[], Any] = lambda: None
+        self.posted: list[tuple[str, str | None]] = []  # paths, and the engines that were named
         self.answers: dict[str, tuple[int, Any]] = {}  # other than vLLM's, by path
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
@@ -63,9 +64,12 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         server = self.server
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])) or "{}")
+        server.posted.append((self.path, self.headers["x-data-parallel-rank"]))
         if self.path in server.answers:
             self._answer(*server.answers[self.path])
+        elif self.path in ("/sleep?level=1", "/wake_up"):
+            self._answer(200, {})
         elif self.path == "/v1/load_lora_adapter":
             server.loads += 1
             if server.refusal is not None:

@@ -227,8 +227,8 @@ def check_models(config: ModelCommand) -> None:
         (re.search(r"--(api-key|hf-token)\b", vllm.args) is not None,
          "sampler.vllm.args: a key must not be in the file: the server that is started needs no "
          "--api-key, and reads a Hugging Face token from HF_TOKEN"),
-        (runs and bool(vllm.python or vllm.args),
-         "sampler.vllm.url: this server runs already; leave out python and args"),
+        (runs and bool(vllm.python or vllm.args or vllm.sleep),
+         "sampler.vllm.url: this server runs already; leave out python, args and sleep"),
         (config.model.load_in_4bit and config.sampler.kind == "vllm",
          "model.load_in_4bit: vLLM would sample from another model than the trainer's, because its "
          '4-bit format differs; use sampler.kind = "embedded"'),

@@ -248,13 +248,16 @@ def make_sampler(plan: GatewayPlan) -> tuple[EmbeddedSampler | VllmSampler | Tin
         return TinkerSampler(model.name, tinker.base_url, tokenizer, eos_ids, length), tokenizer
     from agentrl.samplers.vllm.sampler import VllmSampler
 
-    variable = plan.sampler.vllm.key_env
+    vllm = plan.sampler.vllm
+    variable = vllm.key_env
     sampler = VllmSampler(
         plan.vllm_url or "",
         eos_ids=facts.eos_ids,
         context_length=facts.context_length,
         api_key=os.environ[variable] if variable else None,
         wait_s=plan.vllm_wait,
+        engines=vllm.engines,
+        sleeps=vllm.sleep,
     )
     return sampler, facts.tokenizer
 

@@ -98,6 +98,7 @@ class ChatService:
             top_logprobs=request.top_logprobs,
             logit_bias=request.logit_bias,
             grammar=None if constraint is None else constraint.grammar,
+            rollout=None if attempt is None else attempt.rollout_id,
             **values,
         )
         one_call = constraint is None and bool(request.tools) and not request.parallel_tool_calls

@@ -59,6 +59,7 @@ def test_held_out_pairs_are_told_apart(tmp_path: Path) -> None:
     assert json.loads(folder.config.read_text())["preference"]["loss"] == "dpo"
 
 
+@pytest.mark.kills
 @pytest.mark.parametrize(
     ("name", "command", "more"),
     [

@@ -41,6 +41,7 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     cluster.shutdown()
 
 
+@pytest.mark.kills
 def test_nothing_is_lost_or_made_twice_when_sweep_and_trials_are_killed(
     tmp_path: Path, place: dict[str, Any]
 ) -> None:
@@ -111,6 +112,7 @@ def test_nodes_that_cannot_share_the_store_are_refused(
         cluster.shutdown()
 
 
+@pytest.mark.kills
 def test_seeds_repeat_a_trial_and_a_sweep_that_is_ended_stops_its_trials_in_order(
     tmp_path: Path,
 ) -> None:

@@ -140,9 +140,14 @@ TWO_ADAPTERS = {
 
 @pytest.mark.parametrize(
     ("agent", "killed", "settings"),
-    [("mixed", True, {"loss": "ppo", "epochs": 2}), ("two_models", False, TWO_ADAPTERS)],
-    ids=["resumed, its loss", "two adapters, a custom loss"],
-)
+    [
+        pytest.param(
+            "mixed", True, {"loss": "ppo", "epochs": 2}, marks=pytest.mark.kills,
+            id="resumed, its loss",
+        ),
+        pytest.param("two_models", False, TWO_ADAPTERS, id="two adapters, a custom loss"),
+    ],
+)  # fmt: skip
 def test_a_run_on_tinker_is_the_run_here(
     served: Any, key: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     agent: str, killed: bool, settings: dict[str, Any],

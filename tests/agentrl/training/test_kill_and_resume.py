@@ -104,6 +104,7 @@ def _ids(run: Run, step: int) -> list[str]:
         return [name.decode() for name in file["calls"]]
 
 
+@pytest.mark.kills
 def test_two_adapters_with_a_value_function_are_killed_while_they_learn(tmp_path: Path) -> None:
     run, _ = killed_and_whole(
         tmp_path,
@@ -119,6 +120,7 @@ def test_two_adapters_with_a_value_function_are_killed_while_they_learn(tmp_path
     assert undocumented(run.folder.read_metrics(), ["asker", "answerer"]) == {}
 
 
+@pytest.mark.kills
 def test_a_run_with_evaluations_and_resampling_is_killed_around_them(tmp_path: Path) -> None:
     """An evaluation is made and counted once, in TensorBoard, too."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")

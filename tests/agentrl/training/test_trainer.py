@@ -42,6 +42,7 @@ def own_run(folder: Path, **settings: Any) -> Run:
     return Run(folder, "mixed", **given | settings)
 
 
+@pytest.mark.kills
 def test_a_killed_run_with_functions_goes_on_to_the_last_bit(tmp_path: Path) -> None:
     whole, killed = own_run(tmp_path / "whole").finish(), own_run(tmp_path / "killed")
     killed.kill_at("rollouts", 3)

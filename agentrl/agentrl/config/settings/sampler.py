@@ -21,6 +21,12 @@ class VllmSamplerSettings(Table):
     args: str = ""
     """More arguments for the server that is started, for instance '--gpu-memory-utilization 0.4' to
     leave the trainer room on a shared GPU."""
+    engines: Count = 1
+    """Data-parallel engines of a server (its --data-parallel-size). All requests of a rollout go to
+    one of them, which has its prefixes."""
+    sleep: bool = False
+    """Let the server that is started give up its GPU memory while the trainer updates (vLLM's sleep
+    mode). Never run."""
     url: Annotated[list[_VllmUrl], BeforeValidator(from_names)] = Field(default_factory=list[str])
     """URL of a running vLLM server with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, which
     sees the run folder under the same path; in training, or URLs of several."""

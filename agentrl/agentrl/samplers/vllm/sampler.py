@@ -18,9 +18,11 @@ import asyncio
 import contextlib
 import json
 import logging
+import threading
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from zlib import crc32
 
 import httpx
 
@@ -56,17 +58,22 @@ class VllmSampler:
         context_length: of the base model; the server may have been started with less.
         wait_s: how long ``start`` waits for a server that does not answer yet; None: without limit,
             where the server is supervised.
+        engines: data-parallel engines of the server; a rollout's requests go to one of them.
+        sleeps: whether ``drop_prefixes`` lets the server sleep until the next request.
     """
 
     def __init__(
         self, url: str, *, eos_ids: frozenset[int], context_length: int,
-        api_key: str | None = None, wait_s: float | None = None,
+        api_key: str | None = None, wait_s: float | None = None, engines: int = 1,
+        sleeps: bool = False,
     ) -> None:  # fmt: skip
         self.context_length = context_length
         self._wait_s = wait_s
         self._eos_ids = sorted(eos_ids)
         self._found = api.Fitness()
-        self._in_flight = 0
+        self._in_flight, self._engines, self._sleeps = 0, engines, sleeps
+        self._turn = threading.Lock()
+        self._asleep = False
         self._client = VllmClient(url, api_key)
         self._adapters = VllmAdapters(self._client)
         self._watch = VllmWatch(self._client, self._adapters, self._learn)
@@ -128,6 +135,7 @@ class VllmSampler:
 
     def load_now(self, name: str, version: int, path: str) -> None:
         """Run ``load_adapter`` in this thread, without waiting for a server that is lost."""
+        self._set_asleep(False)
         self._adapters.load(name, version, path)
 
     async def load_adapter(self, name: str, version: int, path: str) -> None:
@@ -135,6 +143,30 @@ class VllmSampler:
             self._adapters.expect(name, version, path)
             raise self._client.unavailable()
         await asyncio.to_thread(self.load_now, name, version, path)
+
+    async def drop_prefixes(self) -> None:
+        if self._sleeps and self.healthy:
+            await asyncio.to_thread(self._set_asleep, True)
+
+    def _set_asleep(self, asleep: bool) -> None:
+        """Send the server to sleep, or wake it. Asleep, its weights are in the CPU's memory.
+
+        Raises:
+            RefusedError: it does not answer.
+        """
+        with self._turn:
+            if self._asleep == asleep:
+                return
+            path = "/sleep?level=1" if asleep else "/wake_up"
+            try:
+                self._client.blocking.post(path).raise_for_status()
+            except httpx.HTTPError as error:
+                raise self._client.unavailable(error) from error
+            self._asleep = asleep
+
+    async def _awake(self) -> None:
+        if self._asleep:
+            await asyncio.to_thread(self._set_asleep, False)
 
     @contextmanager
     def _request(self, adapter: str | None) -> Iterator[tuple[str, int | None]]:
@@ -166,6 +198,7 @@ class VllmSampler:
                 f"{self.context_length}, answer included"
             )
         max_tokens = min(params.max_tokens, room)
+        await self._awake()
         with self._request(adapter) as (model, version):
             body = api.completion(model, prompt_ids, params, max_tokens, self._eos_ids)
             run = self._streamed if params.grammar is None else self._constrained
@@ -173,12 +206,19 @@ class VllmSampler:
                 async for event in events:
                     yield event
 
+    def _headers(self, params: DecodingParams) -> dict[str, str]:
+        """Name the engine of a rollout, as vLLM's front end reads it."""
+        if self._engines == 1 or params.rollout is None:
+            return {}
+        return {"x-data-parallel-rank": str(crc32(params.rollout.encode()) % self._engines)}
+
     async def _streamed(
         self, body: dict[str, Any], params: DecodingParams, version: int | None
     ) -> AsyncGenerator[SampleEvent]:
         body |= {"stream": True, "stream_interval": _TOKENS_PER_CHUNK}
         client = await self._client.connection()
-        async with client.stream("POST", "/v1/completions", json=body) as answer:
+        headers = self._headers(params)
+        async with client.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
             if answer.status_code != 200:
                 await answer.aread()
                 raise api.refusal(answer)
@@ -201,7 +241,8 @@ class VllmSampler:
     ) -> AsyncGenerator[SampleEvent]:
         body["structured_outputs"] = api.structured(params.grammar or "")
         prompt = body["prompt"]
-        for choice in await self._complete(body, constrained=True):
+        headers = self._headers(params)
+        for choice in await self._complete(body, headers, constrained=True):
             masked = api.tokens(choice, prompt, params, version)
             ids = [*prompt, *(event.token_id for event in masked)]
             raw = await self._scores(body["model"], ids, params.top_logprobs) if masked else []
@@ -220,6 +261,7 @@ class VllmSampler:
                 f"{self.context_length}"
             )
         ids = list(prompt_ids)
+        await self._awake()
         with self._request(adapter) as (model, version):
             scores = await self._scores(model, ids, top) if len(ids) > 1 else []
         return [
@@ -233,10 +275,11 @@ class VllmSampler:
         return api.scores(scored, ids, top)
 
     async def _complete(
-        self, body: dict[str, Any], *, constrained: bool = False
-    ) -> list[dict[str, Any]]:
+        self, body: dict[str, Any], headers: dict[str, str] | None = None, *,
+        constrained: bool = False,
+    ) -> list[dict[str, Any]]:  # fmt: skip
         client = await self._client.connection()
-        answer = await client.post("/v1/completions", json=body)
+        answer = await client.post("/v1/completions", json=body, headers=headers)
         if answer.status_code != 200:
             raise api.refusal(answer, constrained=constrained)
         return answer.json()["choices"]

@@ -41,6 +41,7 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
 }
+_SLEEP = "--enable-sleep-mode"
 _START_TIMEOUT_S = 1800.0  # it loads, compiles and warms up
 _POLL_S = 0.1
 _END_GRACE_S = 8.0
@@ -65,6 +66,8 @@ class VllmServer(SupervisedProcess):
         # By default vLLM wants nearly all memory of a CPU, and fails if it is used.
         env = {"VLLM_CPU_KVCACHE_SPACE": "4", **environment_without(withheld), **_ENVIRONMENT}
         env |= {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
+        if _SLEEP in command:  # /sleep and /wake_up, for who reaches the socket
+            env |= {"VLLM_SERVER_DEV_MODE": "1"}
         super().__init__("vLLM", [*leash, *command, "--uds", self._socket], log, env)
 
     def start(self) -> None:
@@ -109,25 +112,15 @@ def planned_servers(
         return []
     if max_rank is None:
         max_rank = max(map(adapter_rank, adapters), default=_RANKS[0])
+    from agentrl.samplers.vllm.gpus import gpus_of_servers
+
     command, withheld = vllm_command(config, max_rank), secret_variables(config)
     count = getattr(config.sampler, "samplers", 1)
     logs = [log, *(log.with_stem(f"{log.stem}-{number}") for number in range(1, count))]
     return [
         VllmServer(command, one, withheld, gpus)
-        for one, gpus in zip(logs, _gpus_of(count), strict=True)
+        for one, gpus in zip(logs, gpus_of_servers(count), strict=True)
     ]
-
-
-def _gpus_of(servers: int) -> list[str]:
-    """Return the CUDA_VISIBLE_DEVICES of each server: an equal part, or empty where GPUs are too
-    few for that."""
-    import torch
-
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    names = [name for name in visible.split(",") if name]
-    names = names or [str(gpu) for gpu in range(torch.cuda.device_count())]
-    each = len(names) // servers if servers > 1 else 0
-    return [",".join(names[i * each : (i + 1) * each]) for i in range(servers)]
 
 
 def vllm_command(config: ModelCommand, max_rank: int) -> list[str]:
@@ -148,19 +141,25 @@ def vllm_command(config: ModelCommand, max_rank: int) -> list[str]:
         raise ConfigError(
             f"learning.rank: vLLM serves adapters up to rank {_RANKS[-1]}, not {max_rank}"
         )
+    import torch
+
+    from agentrl.samplers.vllm.gpus import memory_share
     from agentrl_trainer.models.devices import default_device
     from agentrl_trainer.models.loading import checkpoint_dtype
     from agentrl_trainer.models.sources import resolve_model
 
     own, trust = config.model, config.model.trust_remote_code
     model = resolve_model(own.name)
-    device = default_device().type if own.device == "auto" else own.device
-    dtype = own.dtype
+    chosen = default_device() if own.device == "auto" else torch.device(own.device)
+    device, dtype, vllm = chosen.type, own.dtype, config.sampler.vllm
     if dtype == "auto":  # as the trainer loads the model; vLLM's own would halve float32
         stored = "float32" if device == "cpu" else checkpoint_dtype(model, trust_remote_code=trust)
         dtype = str(stored).removeprefix("torch.")
     # Compiling takes minutes on a CPU, which vLLM uses on a Mac too.
-    eager = ["--enforce-eager"] if device.startswith(("cpu", "mps")) else []
+    eager = ["--enforce-eager"] if device in ("cpu", "mps") else []
+    share = memory_share(config, chosen) if device == "cuda" else 0.5
+    # Adapters are loaded into all engines of one API server.
+    engines = ["--data-parallel-size", str(vllm.engines), "--api-server-count", "1"]
     return [
         *(python, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", model),
@@ -168,14 +167,16 @@ def vllm_command(config: ModelCommand, max_rank: int) -> list[str]:
         *("--generation-config", "vllm"),  # ignore the model's own top_k and the like
         *("--logprobs-mode", "raw_logprobs"),
         *("--structured-outputs-config", '{"backend": "guidance"}'),
-        *("--gpu-memory-utilization", "0.5"),  # the trainer may be on the same GPU
+        *("--gpu-memory-utilization", str(share)),
+        *(engines if vllm.engines > 1 else []),
+        *([_SLEEP] if vllm.sleep else []),
         "--enable-lora",
         *("--max-lora-rank", str(rank)),
         *("--max-loras", str(_MAX_LORAS)),
         *(["--enable-mixed-moe-lora-format"] if _has_experts(model, trust) else []),
         *eager,
         *(["--trust-remote-code"] if trust else []),
-        *shlex.split(config.sampler.vllm.args),  # the last one of a flag counts
+        *shlex.split(vllm.args),  # the last one of a flag counts
     ]
 
 

@@ -1,0 +1,47 @@
+"""Which GPUs vLLM servers get, and how much of them. No GPU: the decisions alone."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from settings import nested
+
+from agentrl.config.commands import ServeConfig, TrainConfig
+from agentrl.samplers.vllm.gpus import gpus_of_servers, memory_share
+
+
+@pytest.mark.parametrize(
+    ("visible", "count", "servers", "gpus"),
+    [
+        ("", 4, 2, ["0,1", "2,3"]),
+        ("5,7", 8, 2, ["5", "7"]),
+        ("", 4, 3, ["0", "1", "2"]),
+        ("", 4, 1, [""]),  # all of them: for --tensor-parallel-size
+        ("", 1, 2, ["", ""]),
+        ("", 0, 2, ["", ""]),
+    ],
+)
+def test_servers_get_equal_parts(
+    visible: str, count: int, servers: int, gpus: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    assert gpus_of_servers(servers) == gpus
+
+
+def test_vllm_gets_what_the_trainer_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    def share(gib: float, **settings: Any) -> float:
+        memory = SimpleNamespace(total_memory=int(gib * 2**30))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: memory)
+        given = nested(agent="json:loads", tasks="t", micro_batch_tokens=4096, **settings)
+        return memory_share(TrainConfig.model_validate(given), torch.device("cuda"))
+
+    assert share(80.0) == 0.9  # agentrl-tiny
+    small, large = share(0.5), share(2.0)
+    assert 0.1 <= small < large < 0.9
+    assert share(0.5, sampler="vllm", **{"sampler.vllm.sleep": True}) > small
+    assert share(0.01) == 0.1
+    assert memory_share(ServeConfig(), torch.device("cuda")) == 0.9
