@@ -7,6 +7,7 @@ import os
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 from training_run import Run, wait_for
 
@@ -14,6 +15,15 @@ LOSS = """
 def loss(tokens):
     return -tokens.advantages * tokens.log_ratio.exp()
 """
+
+
+ACTORS = {"ray::_Actor", "ray::_RayRunner"}
+"""A trainer, and a runner."""
+
+
+def names() -> str:
+    """Return the names of all processes, as one text."""
+    return " ".join(one.name() for one in psutil.process_iter())
 
 
 def followers(run: Run) -> list[int]:
@@ -50,6 +60,10 @@ def test_a_run_ends_with_its_rank_and_goes_on_with_a_sharded_base(tmp_path: Path
 
 def test_trainers_and_runners_on_ray(tmp_path: Path) -> None:
     pytest.importorskip("ray")
-    run = Run(tmp_path, "mixed", trainers="ray:2", runners="ray:2").finish()
+    run = Run(tmp_path, "mixed", trainers="ray:2", runners="ray:2")
+    process = run.start()
+    wait_for(lambda: {one for one in ACTORS if one in names()} == ACTORS, process, 120)
+    assert followers(run) == []
+    run.finish(process)
     assert run.accounting().trained == 32
     assert run.accounting().adds_up

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from ranked_rows import ADAM, MODEL, TINY, distance, groups, ranks_of
@@ -52,10 +53,10 @@ def test_a_base_is_whole_on_each_node_and_a_dead_rank_is_named() -> None:
             of.forward_backward(groups(seed), "ppo")
             of.optim_step(ADAM)
     assert distance(one, ranked) < 1e-6
-    actors = [one for one in psutil.process_iter() if one.name().startswith("ray::_Actor")]
-    assert len(actors) == 3
-    actors[0].kill()
-    with pytest.raises(RankError, match=r"rank [123] of 4 ended: .*died"):
+    actor = ranked._followers.running[1]._actor
+    pid = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(RankError, match=r"rank 2 of 4 ended: .*died"):
         ranked.forward(groups(4))
 
 
