@@ -74,6 +74,7 @@ class SupervisedProcess:
 
     def __post_init__(self) -> None:
         self._stopping = threading.Event()
+        self._told_to_end = False
         self._umask = os.umask(0o077)  # the user's, though a restart may come within private_files
         os.umask(self._umask)
         self._process: subprocess.Popen[bytes] | ForkProcess
@@ -110,7 +111,10 @@ class SupervisedProcess:
     def begin_stop(self) -> None:
         """Send SIGTERM, without waiting for the end."""
         self._stopping.set()
-        if hasattr(self, "_process"):  # else ``spawn`` was never called
+        # Once: after the first signal a process may be ending in order. Before ``spawn`` there is
+        # no process.
+        if hasattr(self, "_process") and not self._told_to_end:
+            self._told_to_end = True
             self._process.terminate()
 
     def stop(self) -> None:

@@ -181,7 +181,7 @@ def measure(folder: Path, runners: int, rollouts: int, gateways: int, nodes: int
     train = Purpose.TRAIN
     queue = [NewRollout(task, task, train, 0, i, i) for task in tasks for i in range(GROUP)]
     store.enqueue(run_id, queue)
-    before = database_bytes(store)
+    before = database_bytes(store), transactions(store)
     environment = os.environ | {"BENCHMARK_ANSWER": str(write_answer(folder))}
     first = 20_000 + os.getpid() % 10_000
     ports = [first + number for number in range(gateways)]
@@ -221,7 +221,8 @@ def measure(folder: Path, runners: int, rollouts: int, gateways: int, nodes: int
     found = {
         "seconds": seconds, "per_second": steady_rate(said), "counts": dict(counts),
         "gateway_cpu_s": costs[0], "postgres_cpu_s": costs[1],
-        "bytes": database_bytes(store) - before,
+        "bytes": database_bytes(store) - before[0],
+        "transactions": transactions(store) - before[1],
         "ms": {name: [1000 * float(np.percentile(x, p)) for p in (50, 99)] + [len(x)]
                for name, x in took.items()},
         "problems": problems_of(store, run_id, counts, rollouts // GROUP * GROUP),
@@ -276,6 +277,7 @@ def report(found: dict[int, Any], runners: int, nodes: int) -> list[str]:
             *(f"{x / 1000:.1f}" for x in one["ms"]["call"][:2]),
             f"{1000 * one['gateway_cpu_s'] / calls:.2f}",
             f"{1000 * one['postgres_cpu_s'] / calls:.2f}", f"{one['bytes'] / calls:,.0f}",
+            f"{one['transactions'] / calls:.1f}",
             f"{one['counts']['died']}", "; ".join(one["problems"]) or "balance",
         ])  # fmt: skip
     return [
@@ -283,14 +285,20 @@ def report(found: dict[int, Any], runners: int, nodes: int) -> list[str]:
         "p50 / p99:", "",
         *table(
             ["gateways", "calls", "calls/s", "claim, ms", "heartbeat, ms", "end, ms", "call p50, s",
-             "p99, s", "CPU-ms a call: gateways", "PostgreSQL", "bytes a call", "runners lost",
-             "books"], rows,
+             "p99, s", "CPU-ms a call: gateways", "PostgreSQL", "bytes a call",
+             "transactions a call", "runners lost", "books"], rows,
         ),
     ]  # fmt: skip
 
 
 def database_bytes(store: Store) -> int:
     [row] = store.db.fetch(sa.text("SELECT pg_database_size(current_database()) AS n"))
+    return int(row["n"])
+
+
+def transactions(store: Store) -> int:
+    asked = "SELECT sum(xact_commit + xact_rollback) AS n FROM pg_stat_database"
+    [row] = store.db.fetch(sa.text(asked))
     return int(row["n"])
 
 

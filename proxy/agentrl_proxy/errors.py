@@ -107,6 +107,8 @@ def refused_by_sampler(code: str, message: str) -> ApiError:
             return invalid(None, message, code=code)
         case "unknown_adapter":
             return ApiError(404, message, param="model", code="model_not_found")
+        case "deferred":
+            return unavailable(message, "adapter_deferred")
         case _:
             return unavailable(message, "sampler_unavailable")
 

@@ -75,7 +75,8 @@ class GrammarError(ValueError):
     """The sampler cannot enforce this grammar. It never samples without it."""
 
 
-RefusalCode: TypeAlias = Literal["invalid_parameter", "unknown_adapter", "stopped"]
+RefusalCode: TypeAlias = Literal["invalid_parameter", "unknown_adapter", "stopped", "deferred"]
+"""``deferred``: of an adapter, which the sampler loads when its server is back."""
 
 
 class RefusedError(ValueError):

@@ -13,6 +13,8 @@ import pytest
 from fake_gateway import until
 from runner_harness import alive
 
+from agentrl.supervisor import SupervisedProcess
+
 CHILD = """
 import os, sys, time
 from agentrl.supervisor import end_with_parent
@@ -83,3 +85,28 @@ def test_it_ends_with_its_supervisor(
     supervisor.kill()
     supervisor.wait()
     until(lambda: not alive(pid))
+
+
+ENDING = """
+import signal, time
+
+def end(*_):
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as a server does that has stopped serving
+    print("ending", flush=True)
+    time.sleep(0.5)
+    raise SystemExit
+
+signal.signal(signal.SIGTERM, end)
+print("up", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_process_that_ends_in_order_is_not_told_again(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    child = SupervisedProcess("child", [sys.executable, "-c", ENDING], log).spawn()
+    until(lambda: "up" in log.read_text())
+    child.begin_stop()
+    until(lambda: "ending" in log.read_text())
+    child.stop()
+    assert child.last_code == 0

@@ -34,7 +34,7 @@ NEEDS: dict[str, dict[str, int]] = {
     "docs/serving.md": {"llama.cpp and Ollama": 1},
     "docs/scale.md": {"a cluster": 4},
     "docs/deploy.md": {"Docker": 3, "a cluster": 2},
-    "docs/vllm.md": {"a GPU": 2},
+    "docs/vllm.md": {"a GPU": 3},
     "docs/devices.md": {"a GPU": 1},
     "docs/window.md": {"an environment of its own": 1},
     "docs/coding_agents.md": {"a coding agent": 1},

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
+import torch
 from rich.filesize import decimal
 
 from agentrl.capacity import available_cores
@@ -48,6 +49,8 @@ def memory_findings(config: TrainConfig, rows: Sequence[TrainingRow]) -> Iterato
     if parts is None:
         yield Finding("not known for this model's architecture")
         return
+    if "sampler" in parts:  # a copy of the model in each
+        parts["sampler"] *= -(-config.gateway_count // max(1, torch.cuda.device_count()))
     yield compare(parts, free_memory(device), device.type)
     yield Finding(" + ".join(f"{decimal(size)} {name}" for name, size in parts.items()))
 

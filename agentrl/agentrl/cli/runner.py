@@ -57,8 +57,7 @@ def runner_config(settings: JoinConfig, run: dict[str, Any]) -> RunnerConfig:
     agent = recorded(started, "agent.entrypoint")
     if agent is None:
         raise ConfigError(f"run.id: an earlier version started the run {run['id']}; it cannot join")
-    own = [settings.gateway.url] if settings.gateway.url else None
-    gateways = own or recorded(started, "gateway.urls")
+    gateways = settings.gateway.url or recorded(started, "gateway.urls")
     if gateways is None:
         raise ConfigError(f"gateway.url: the store has none of the run {run['id']}; give it")
     # The settings that the run did not change may be new since it was started.

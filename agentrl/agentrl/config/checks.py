@@ -159,7 +159,7 @@ def check_trainers(model: ModelSettings, learning: LearningSettings) -> None:
 
 def _check_gateways(config: TrainConfig) -> None:
     gateways, samplers = config.gateway.gateways, config.sampler.samplers
-    urls, last = len(config.sampler.vllm.url), config.gateway.port + gateways - 1
+    urls, last = len(config.sampler.vllm.url), config.gateway.port + config.gateway_count - 1
     _refuse(
         (bool(urls) and samplers > 1,
          "sampler.samplers: these are started, and the servers of sampler.vllm.url run already; "
@@ -170,6 +170,9 @@ def _check_gateways(config: TrainConfig) -> None:
         (1 < samplers < gateways and config.sampler.kind == "embedded",
          f"sampler.samplers: each of {gateways} gateways has an embedded sampler; leave it out"),
         (last > 65535, f"gateway.port: the last gateway's would be {last}; give a lower one"),
+        (config.sampler.vllm.sleep and config.rollouts.max_staleness > 0,
+         "sampler.vllm.sleep: with rollouts.max_staleness vLLM samples while the trainer updates; "
+         "leave one of them out"),
     )  # fmt: skip
 
 

@@ -108,6 +108,11 @@ class ModelCommand(_Command):
         return self
 
     @property
+    def gateway_count(self) -> int:
+        """How many gateways there are: at least one for each sampler."""
+        return max(1, len(self.sampler.vllm.url))
+
+    @property
     def trained(self) -> dict[str, AdapterSettings]:
         """The adapters, by the names that agents request."""
         return self.adapters or {self.model.adapter: AdapterSettings()}
@@ -169,6 +174,10 @@ class TrainConfig(ScoredCommand):
     tinker: TinkerSettings = TinkerSettings()
     guards: GuardSettings = GuardSettings()
     run: TrainRunSettings = TrainRunSettings()
+
+    @property
+    def gateway_count(self) -> int:
+        return max(super().gateway_count, self.gateway.gateways, self.sampler.samplers)
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -11,20 +11,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from agentrl.config.commands import ModelCommand
 from agentrl.gateway.handle import GatewayHandle, Trouble
 from agentrl.gateway.process import GatewayPlan
 from agentrl.samplers.vllm.server import VllmServer
 from agentrl_proxy.server.listening import bind
-
-
-def gateway_count(config: ModelCommand) -> int:
-    """Return how many gateways a command's settings want: at least one for each sampler."""
-    gateways, samplers = (
-        getattr(table, name, 1)
-        for table, name in ((config.gateway, "gateways"), (config.sampler, "samplers"))
-    )
-    return max(gateways, samplers, len(config.sampler.vllm.url))
 
 
 class Gateways:
@@ -46,11 +36,14 @@ class Gateways:
         servers: Sequence[VllmServer],
     ) -> None:  # fmt: skip
         self._servers = servers
+        self._wanted: tuple[str, int, str] | None = None  # the version that is being published
+        self._without: list[GatewayHandle] = []  # those that have not loaded it
         sources = [server.url for server in servers] or plan.sampler.vllm.url or [None]
         self._samplers = count if sources == [None] else len(sources)
         self._handles: list[GatewayHandle] = []
         for number in range(count):
             own = {"number": number, "gateways": count, "vllm_url": sources[number % len(sources)]}
+            own |= {"vllm_wait": None} if servers else {}  # supervised: however long it takes
             log = logs / (f"gateway-{number}.log" if number else "gateway.log")
             listening = bind(host, port and port + number, operator_key=plan.operator_key)
             self._handles.append(GatewayHandle(plan.model_copy(update=own), log, listening))
@@ -59,7 +52,8 @@ class Gateways:
 
     @property
     def restarts(self) -> int:
-        return sum(one.restarts for one in (*self._handles, *self._servers))
+        """Restarts of the process that was started again most often."""
+        return max(one.restarts for one in (*self._handles, *self._servers))
 
     def start(self) -> None:
         """Start all processes, gateways as forks of this one where that is possible."""
@@ -88,18 +82,28 @@ class Gateways:
 
     def sampler_healths(self) -> list[dict[str, Any] | None]:
         """Return the health of one gateway of each sampler."""
-        return self.healths()[: self._samplers]
+        return [handle.health() for handle in self._handles[: self._samplers]]
 
     def try_load_adapter(self, name: str, version: int, path: str) -> Trouble | None:
         """Have all gateways answer with an adapter version from now on.
 
-        Returns None when they do, else why one does not. A gateway that has lost its vLLM server
-        loads the version once it has one again; until then it answers nothing.
+        Returns None when they do, else why one does not. The next try asks only those that do not.
+        ``deferred`` is true when all that have a sampler do; the others answer nothing until then.
         """
-        troubles = [handle.try_load_adapter(name, version, path) for handle in self._handles]
-        found = sorted((one for one in troubles if one), key=lambda one: one.has_no_sampler)
-        later = len(found) < len(troubles) and all(one.has_no_sampler for one in found)
-        return None if later else next(iter(found), None)
+        if self._wanted != (name, version, path):
+            self._wanted, self._without = (name, version, path), self._handles
+        tried = [(one, one.try_load_adapter(name, version, path)) for one in self._without]
+        self._without = [handle for handle, trouble in tried if trouble]
+        troubles = [trouble for _, trouble in tried if trouble]
+        if not troubles:
+            self._wanted = None
+            return None
+        waits = all(trouble.deferred for trouble in troubles)
+        done = waits and len(self._without) < len(self._handles)
+        if done:
+            self._wanted = None
+        worst = min(troubles, key=lambda trouble: trouble.deferred)
+        return worst._replace(deferred=done)
 
     def drop_prefixes(self) -> None:
         """Free memory of the samplers that no call needs until the next version; best effort."""

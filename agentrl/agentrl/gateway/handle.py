@@ -38,8 +38,8 @@ class Trouble(NamedTuple):
     why: str
     refuses: bool = False
     """Another try would not help."""
-    has_no_sampler: bool = False
-    """Its sampler is away, and gets the adapter when it is back."""
+    deferred: bool = False
+    """It has no sampler now, and loads the adapter when it has one again."""
 
 
 class GatewayHandle(SupervisedProcess):
@@ -50,7 +50,7 @@ class GatewayHandle(SupervisedProcess):
 
     def __init__(self, plan: GatewayPlan, log: Path | None, listening: socket.socket) -> None:
         super().__init__(
-            "gateway",
+            f"gateway {plan.number}" if plan.gateways > 1 else "gateway",
             [sys.executable, "-m", "agentrl.gateway.process", str(listening.fileno())],
             log,
             environment_without(secret_variables(plan)),
@@ -129,11 +129,11 @@ class GatewayHandle(SupervisedProcess):
                 raise RuntimeError(
                     f"{begins}{why}\nits log: {self.log}"
                     if begins
-                    else f"the gateway does not start (exit code {self.last_code}); the end of "
+                    else f"the {self.name} does not start (exit code {self.last_code}); the end of "
                     f"{self.log}:\n{said}{why}"
                 )
             waiting.still(
-                lambda: f"the gateway is starting ({waiting.seconds:.0f} s) {self.log_tail(1)}"
+                lambda: f"the {self.name} is starting ({waiting.seconds:.0f} s) {self.log_tail(1)}"
             )
             time.sleep(_POLL_S)
         return health
@@ -158,8 +158,8 @@ class GatewayHandle(SupervisedProcess):
         if answer.is_success:
             return None
         error = _error_of(answer)
-        lost = error.get("code") == "sampler_unavailable"
-        return Trouble(error["message"], answer.is_client_error, has_no_sampler=lost)
+        deferred = error.get("code") == "adapter_deferred"
+        return Trouble(error["message"], answer.is_client_error, deferred)
 
     def drop_prefixes(self) -> None:
         """Free memory of the sampler that no call needs until the next version; best effort."""

@@ -2,8 +2,8 @@
 
 A gateway of a run is started for its first replay, and ends after idle minutes. A training's own
 gateway is not asked: it answers rollouts only, and must not load old versions. Replays are
-recorded in ``runs/NAME/replays.db``: the run's store belongs to its one gateway, and a second one
-would take calls that the first has open for lost. They belong to no rollout, so nothing trains on
+recorded in ``runs/NAME/replays.db``: the run's store belongs to its own gateways, and another one
+would take calls that they have open for lost. They belong to no rollout, so nothing trains on
 them.
 """
 
@@ -27,7 +27,7 @@ from agentrl.config.errors import ConfigError
 from agentrl.config.field_types import Count, Table
 from agentrl.config.setting_names import recorded
 from agentrl.config.settings.models import ModelSettings, OtherModelSettings
-from agentrl.config.settings.sampler import TinkerSettings
+from agentrl.config.settings.sampler import SamplerSettings, TinkerSettings
 from agentrl.gateway.handle import GatewayHandle
 from agentrl.gateway.process import GatewayPlan
 from agentrl.history.rollout.conversation import path_of
@@ -46,6 +46,7 @@ _STORE, _MOST_SHOWN = "replays.db", 20
 _IDLE_S = 600.0
 _LONGEST_S = 900.0  # of an answer
 _ID = 64  # characters of a request's id that a gateway records
+_SAMPLING = SamplerSettings.model_fields.keys() - {"kind", "vllm"}
 _LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _NOT_AGAIN = ("stream", "stream_options", "n", "seed", *_LIMITS)
 
@@ -159,9 +160,9 @@ class Replayer:
         try:
             gateway = self._ready(folder)
             if target.version is not None:
-                problem = gateway.try_load_adapter(target.model, target.version, target.path)
-                if problem is not None:
-                    raise RuntimeError(f"{target.name} does not load: {problem[0]}")
+                trouble = gateway.try_load_adapter(target.model, target.version, target.path)
+                if trouble is not None:
+                    raise RuntimeError(f"{target.name} does not load: {trouble.why}")
             gateway.ask(path, body, {AGENT_HEADER: AGENT, REQUEST_HEADER: call_id}, _LONGEST_S)
         finally:
             self._timer = threading.Timer(self._idle_s, self._rest)
@@ -218,7 +219,7 @@ def _plan(folder: RunFolder) -> GatewayPlan:
     command = ModelCommand.model_validate(
         {
             "model": {k: v for k, v in model.items() if k in ModelSettings.model_fields},
-            "sampler": {k: v for k, v in sampler.items() if k not in ("kind", "vllm")},
+            "sampler": {k: v for k, v in sampler.items() if k in _SAMPLING},
             "models": other_models(config),
         }
     )

@@ -29,7 +29,7 @@ _MOST_VALUES = 20
 """Different values of a field that are shown one by one; more numbers are shown in quarters."""
 SMALL = 2_000
 """Rollouts of a run whose evaluations pages read from its store until they are indexed."""
-_OF_THE_PLACE = ("run.name", "run.folder", "gateway.urls", "gateway.port")
+_OF_THE_PLACE = ("run.name", "run.folder", "gateway.url", "gateway.urls", "gateway.port")
 """Settings in which all runs differ."""
 _OUTCOMES = """
 SELECT step, task, coalesce(sum(reward >= ?), 0), count(*), min(id)

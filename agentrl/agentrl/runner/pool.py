@@ -102,8 +102,9 @@ class Pool:
         logger.info("pool %d: %d runners for %s", os.getpid(), len(self._slots), self.config.agent)
         while not self._stopping:
             now = time.monotonic()
-            # The first worker goes ahead.
-            for slot in self._slots[:1] if now < self._pioneer_until else self._slots:
+            # A worker of each gateway goes ahead, as one may be unwell.
+            first = len(self.config.gateways)
+            for slot in self._slots[:first] if now < self._pioneer_until else self._slots:
                 if slot.child is None and now >= slot.due:
                     self._fork_worker(slot)
             self._listen()

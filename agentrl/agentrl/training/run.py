@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+import torch
+
 from agentrl.config.checks import greedy_note
 from agentrl.config.commands import TrainConfig
 from agentrl.config.loading import steps_of
@@ -63,6 +65,8 @@ class TrainingRun:
         self.folder, self.store, self.run_id = session.folder, session.store, session.run_id
         self.timer = PhaseTimer()
         self.steps = steps_of(config, tasks)
+        if config.rollouts.runners < (gateways := config.gateway_count):
+            display.note(f"{gateways} gateways: some have no runner; see rollouts.runners")
         if note := greedy_note(config.evaluation.samples, config.evaluation.temperature):
             display.note(note)
         add_own_loss(config)
@@ -119,6 +123,8 @@ class TrainingRun:
 
     def publish(self, step: int) -> None:
         """Make the saved adapters those that answer. This empties the sampler's prefix cache."""
+        if self.config.sampler.vllm.sleep:
+            torch.cuda.empty_cache()  # vLLM wakes up, and needs what the update took
         for name, path in self.saved.items():
             self.session.publish(name, step, path, step, self.display.note)
         self.prune()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from agentrl.config.commands import EvalConfig, RunConfig, TrainConfig
 from agentrl.config.secrets import secret_variables, store_url, without_password
 from agentrl.console.output import stderr
-from agentrl.gateway.group import Gateways, gateway_count
+from agentrl.gateway.group import Gateways
 from agentrl.gateway.process import GatewayPlan, import_gateway
 from agentrl.ray_cluster import places_of
 from agentrl.runner.pool_client import start_pool
@@ -159,7 +159,7 @@ class Session:
     def _listen(self) -> Gateways:
         own = self._training and self._training.gateway
         host, port = (own.host, own.port) if own else ("127.0.0.1", 0)
-        count, logs = gateway_count(self.config), self.folder.logs
+        count, logs = self.config.gateway_count, self.folder.logs
         try:
             return Gateways(self._plan, count, logs, host, port, self._servers)
         except OSError as error:
@@ -253,6 +253,9 @@ class Session:
         waiting, refused_since, pause = Waiting(on_trouble), None, _POLL_S
         while trouble := self.gateways.try_load_adapter(name, version, path):
             now, why = time.monotonic(), trouble.why
+            if trouble.deferred:
+                on_trouble(f"{what} is published; a gateway without a sampler follows: {why}")
+                return
             refused_since = (refused_since or now) if trouble.refuses else None
             refused = refused_since is not None and now - refused_since >= _REFUSED_S
             if refused or self._restarts() - restarts >= _HOPELESS_RESTARTS:

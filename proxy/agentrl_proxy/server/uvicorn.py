@@ -6,6 +6,8 @@ import asyncio
 import select
 import signal
 import socket
+from contextlib import suppress
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import uvicorn
@@ -42,11 +44,12 @@ def _exit(number: int, frame: object) -> None:
 def server_of(app: FastAPI, listening: socket.socket) -> uvicorn.Server:
     deps: GatewayDependencies = app.state.gateway.deps
     limits = deps.limits
+    own = {"stall_s": limits.stall_s, "listening": listening}
     return uvicorn.Server(
         uvicorn.Config(
             HostCheck(app, listening.getsockname()[0], deps.allowed_hosts),
             loop="uvloop",
-            http=type("Protocol", (_Protocol,), {"stall_s": limits.stall_s}),
+            http=type("Protocol", (_Protocol,), own),
             ws="none",
             lifespan="on",
             access_log=False,  # every call is in the store
@@ -63,18 +66,37 @@ def server_of(app: FastAPI, listening: socket.socket) -> uvicorn.Server:
 
 class _Protocol(HttpToolsProtocol):
     """uvicorn's protocol on a coalescing transport; disconnects clients that stop reading, and
-    tells ``delivery`` which answers were lost.
+    tells ``delivery`` which answers were lost. The first of several clients that connect lets the
+    others in.
 
     Overrides methods of ``asyncio.Protocol`` only.
     """
 
     stall_s: ClassVar[float]
+    listening: ClassVar[socket.socket]
+    accepting: ClassVar[asyncio.Task[None] | None] = None
     _stalled: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport = cast(asyncio.Transport, transport)
         self._ours = _CoalescingTransport(transport)
         super().connection_made(cast(asyncio.Transport, self._ours))
+        if self.accepting is None:
+            type(self).accepting = asyncio.get_running_loop().create_task(self._accept_waiting())
+
+    async def _accept_waiting(self) -> None:
+        """Accept all connections that wait. libuv accepts one in a turn of the event loop (since
+        1.45), and the turns of a busy gateway are long: new rollouts would wait for seconds."""
+        connect = asyncio.get_running_loop().connect_accepted_socket
+        new = partial(type(self), self.config, self.server_state, self.app_state)
+        waiting: list[Any] = []
+        with suppress(OSError):  # none waits, or the server is closing
+            while True:
+                accepted, _ = self.listening.accept()
+                accepted.setblocking(False)
+                waiting.append(connect(new, accepted))
+        await asyncio.gather(*waiting, return_exceptions=True)
+        type(self).accepting = None
 
     def data_received(self, data: bytes) -> None:
         connection.set(self._ours)  # the request's task inherits it

@@ -21,9 +21,13 @@ ACTORS = {"ray::_Actor", "ray::_RayRunner"}
 """A trainer, and a runner."""
 
 
-def names() -> str:
-    """Return the names of all processes, as one text."""
-    return " ".join(one.name() for one in psutil.process_iter())
+def names(of: psutil.Process) -> str:
+    """Return the names of all processes below one, as one text."""
+    found = list[str]()
+    for process in of.children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.append(process.name())
+    return " ".join(found)
 
 
 def followers(run: Run) -> list[int]:
@@ -62,7 +66,8 @@ def test_trainers_and_runners_on_ray(tmp_path: Path) -> None:
     pytest.importorskip("ray")
     run = Run(tmp_path, "mixed", trainers="ray:2", runners="ray:2")
     process = run.start()
-    wait_for(lambda: {one for one in ACTORS if one in names()} == ACTORS, process, 120)
+    of_run = psutil.Process(process.pid)
+    wait_for(lambda: all(name in names(of_run) for name in ACTORS), process, 120)
     assert followers(run) == []
     run.finish(process)
     assert run.accounting().trained == 32

@@ -63,7 +63,7 @@ def test_the_note(
     said: list[str] = []
     run: Any = SimpleNamespace(
         store=store,
-        session=SimpleNamespace(gateway=SimpleNamespace(url=GATEWAY)),
+        session=SimpleNamespace(gateways=SimpleNamespace(urls=[GATEWAY])),
         display=SimpleNamespace(note=said.append),
     )
     note_unasked(run, store.rollouts(run_id), 24, "rollouts")

@@ -279,3 +279,32 @@ def test_refused_requests_do_not_fill_the_log(
     assert said["refused a request: %s"] == 256
     assert len(said) <= 2
     assert max(said.values()) <= 256
+
+
+def test_clients_that_connect_together_are_let_in_together(gateway: Running) -> None:
+    """libuv accepts one in a turn of the event loop, which takes long in a busy gateway."""
+    loops, sample, turns = [], gateway.sampler.sample, Counter[str]()
+
+    def noting(*args: Any) -> Any:
+        loops.append(asyncio.get_running_loop())
+        return sample(*args)
+
+    def turn() -> None:
+        turns["busy"] += 1
+        time.sleep(0.01)
+        if turns["answered"] < 60:
+            loops[0].call_soon(turn)
+
+    gateway.sampler.sample = noting
+    with contextlib.ExitStack() as clients:
+        first = clients.enter_context(connected(gateway))
+        first.sendall(request_bytes(BODY))
+        assert first.recv(100_000).startswith(b"HTTP/1.1 200 ")
+        loops[0].call_soon_threadsafe(turn)
+        others = [clients.enter_context(connected(gateway)) for _ in range(60)]
+        for other in others:
+            other.sendall(b"GET /healthz HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
+        for other in others:
+            assert other.recv(100_000).startswith(b"HTTP/1.1 200 ")
+            turns["answered"] += 1
+    assert turns["busy"] < 30

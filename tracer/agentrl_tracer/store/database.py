@@ -68,7 +68,9 @@ def open_engine(url: str, *, read_only: bool = False) -> sa.Engine:
             wanted: dict[str, Any] = {k: v for k, v in _CONNECT.items() if k not in parsed.query}
             if read_only:
                 wanted["options"] = "-c default_transaction_read_only=on"
-            return sa.create_engine(url, pool_pre_ping=True, connect_args=wanted, **codec)
+            # With fewer than there are threads, connections would be opened again and again.
+            pool: dict[str, Any] = {"pool_pre_ping": True, "pool_size": 32}
+            return sa.create_engine(url, connect_args=wanted, **pool, **codec)
         engine = sa.create_engine(url, connect_args={"check_same_thread": False}, **codec)
     except ModuleNotFoundError as error:
         needs = f"PostgreSQL needs {error.name}, which is not installed"

@@ -186,7 +186,7 @@ class RunStore(VerdictStore):
         boots = sa.select(g.boot_id).where(g.run_id.is_not_distinct_from(run_id))
         before = [
             boot for [boot] in self.db.fetch_rows(boots)
-            if _number_of(boot) % gateways == _number_of(boot_id) and boot != boot_id
+            if _number_of(boot) % gateways == _number_of(boot_id) % gateways and boot != boot_id
         ]  # fmt: skip
         of_predecessor = self.db.among(t.calls.c.gateway, before)
         left_open = (t.calls.c.state == CallState.OPEN, of_predecessor)

@@ -61,7 +61,7 @@ def serving(
 ) -> Iterator[GatewayHandle]:
     """Run a gateway, and the vLLM that it needs, which record calls without a run."""
     if len(config.sampler.vllm.url) > 1:
-        raise ConfigError("sampler.vllm.url: only a training uses several servers; give one URL")
+        raise ConfigError("sampler.vllm.url: one server answers here; give one URL")
     store = store_url(config.run.store)
     Store(store).close()  # what is wrong with it is said here, not in the gateway's log
     log = Path("vllm.log") if "://" in store else Path(f"{store}.vllm.log")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from agentrl.config.field_types import Count, HttpUrl, Positive, Store, Table
+from agentrl.config.field_types import Count, HttpUrl, Positive, Store, Table, from_names
 
 
 class JoinAgentSettings(Table):
@@ -31,9 +31,9 @@ class JoinRolloutSettings(Table):
 
 
 class JoinGatewaySettings(Table):
-    url: HttpUrl | None = None
-    """URL of the run's gateway, as this machine reaches it; by default those that the run keeps in
-    its store."""
+    url: Annotated[list[HttpUrl], BeforeValidator(from_names)] = Field(default_factory=list[str])
+    """URL of the run's gateway, as this machine reaches it, or URLs of several; by default those
+    that the run keeps in its store."""
 
 
 class JoinRunSettings(Table):

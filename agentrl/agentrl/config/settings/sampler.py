@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -11,6 +11,10 @@ from agentrl.config.field_types import Count, HttpUrl, NonNegative, Table, Varia
 from agentrl.config.secrets import check_url
 
 _VllmUrl = Annotated[str, Field(pattern="^(https?://|unix:/).+"), AfterValidator(check_url)]
+
+
+def _urls(value: Any) -> Any:
+    return [] if value is None else from_names(value)
 
 
 class VllmSamplerSettings(Table):
@@ -22,14 +26,14 @@ class VllmSamplerSettings(Table):
     """More arguments for the server that is started, for instance '--gpu-memory-utilization 0.4' to
     leave the trainer room on a shared GPU."""
     engines: Count = 1
-    """Data-parallel engines of a server (its --data-parallel-size). All requests of a rollout go to
-    one of them, which has its prefixes."""
+    """Data-parallel engines of a server (--data-parallel-size). All calls of a rollout go to one of
+    them."""
     sleep: bool = False
     """Let the server that is started give up its GPU memory while the trainer updates (vLLM's sleep
     mode). Never run."""
-    url: Annotated[list[_VllmUrl], BeforeValidator(from_names)] = Field(default_factory=list[str])
+    url: Annotated[list[_VllmUrl], BeforeValidator(_urls)] = Field(default_factory=list[str])
     """URL of a running vLLM server with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, which
-    sees the run folder under the same path; in training, or URLs of several."""
+    sees the run folder under the same path; or URLs of several."""
     wait: NonNegative = 60
     """Seconds to wait at the start for the server at url."""
     key_env: Variable | None = None
@@ -57,8 +61,8 @@ class SamplerSettings(Table):
 
 class TrainSamplerSettings(SamplerSettings):
     samplers: Annotated[int, Field(ge=1, le=64)] = 1
-    """Samplers, each with a copy of the model; on CUDA each on a GPU. A vLLM server or embedded,
-    each has a gateway of its own."""
+    """Samplers, each with a copy of the model; on CUDA each on a GPU. Each has a gateway of its
+    own."""
 
 
 class TinkerSettings(Table):

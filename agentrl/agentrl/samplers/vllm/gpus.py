@@ -27,11 +27,17 @@ def gpus_of_servers(servers: int) -> list[str]:
     return [",".join(names[i * each : (i + 1) * each]) for i in range(servers)]
 
 
-def memory_share(config: ModelCommand, device: torch.device) -> float:
-    """Return what of a GPU's memory vLLM may take: what the trainer, by estimate, leaves.
+def memory_share(config: ModelCommand, device: torch.device, servers: int) -> float:
+    """Return what of a GPU's memory a vLLM server may take: what the trainer, by estimate, leaves,
+    in equal parts where several servers share a GPU.
 
-    While vLLM can sleep, the trainer's activations are not there when it is awake.
+    With sleep mode, the trainer's activations are not there when vLLM is awake.
     """
+    on_a_gpu = -(-servers // max(1, torch.cuda.device_count()))
+    return round(_free_share(config, device) / on_a_gpu, 2)
+
+
+def _free_share(config: ModelCommand, device: torch.device) -> float:
     if not isinstance(config, TrainConfig):
         return _ALONE
     model, learning = config.model, config.learning
@@ -44,7 +50,7 @@ def memory_share(config: ModelCommand, device: torch.device) -> float:
     )  # fmt: skip
     if parts is None:
         return _UNKNOWN
-    awake = config.sampler.vllm.sleep
-    held = sum(size for name, size in parts.items() if not (awake and "activations" in name))
+    sleeps = config.sampler.vllm.sleep
+    held = sum(size for name, size in parts.items() if not (sleeps and "activations" in name))
     total = torch.cuda.get_device_properties(device).total_memory
-    return round(min(_ALONE, max(0.1, 1 - _UNUSED - held / total)), 2)
+    return min(_ALONE, max(0.1, 1 - _UNUSED - held / total))

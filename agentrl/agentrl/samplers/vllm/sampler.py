@@ -103,6 +103,9 @@ class VllmSampler:
         self._watch.start()
 
     def _learn(self) -> None:
+        if self._sleeps:  # as a gateway before this one left it
+            self._client.blocking.post("/wake_up").raise_for_status()
+            self._asleep = False
         found = self._found = api.check(self._client.blocking, self._eos_ids[0])
         self.context_length = min(self.context_length, found.context_length or self.context_length)
         if not found.enforces_grammars:
@@ -141,7 +144,7 @@ class VllmSampler:
     async def load_adapter(self, name: str, version: int, path: str) -> None:
         if not self.healthy:
             self._adapters.expect(name, version, path)
-            raise self._client.unavailable()
+            raise RefusedError("deferred", str(self._client.unavailable()))
         await asyncio.to_thread(self.load_now, name, version, path)
 
     async def drop_prefixes(self) -> None:
@@ -245,7 +248,8 @@ class VllmSampler:
         for choice in await self._complete(body, headers, constrained=True):
             masked = api.tokens(choice, prompt, params, version)
             ids = [*prompt, *(event.token_id for event in masked)]
-            raw = await self._scores(body["model"], ids, params.top_logprobs) if masked else []
+            top = params.top_logprobs
+            raw = await self._scores(body["model"], ids, top, headers) if masked else []
             raw = raw[-len(masked) :]
             for event, (logprob, top) in zip(masked, raw, strict=True):
                 yield TokenEvent(event.choice, event.token_id, logprob, top, version)
@@ -269,9 +273,11 @@ class VllmSampler:
             for token_id, (logprob, likeliest) in zip(ids[1:], scores, strict=True)
         ]
 
-    async def _scores(self, model: str, ids: list[int], top: int) -> list[api.Score]:
+    async def _scores(
+        self, model: str, ids: list[int], top: int, headers: dict[str, str] | None = None
+    ) -> list[api.Score]:
         """Return (log-prob, ``top`` alternatives) of each of these tokens but the first."""
-        [scored] = await self._complete(api.scoring(model, ids, top))
+        [scored] = await self._complete(api.scoring(model, ids, top), headers)
         return api.scores(scored, ids, top)
 
     async def _complete(

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from agentrl.config.commands import ModelCommand
+from agentrl.config.commands import ModelCommand, TrainConfig
 from agentrl.config.errors import ConfigError
 from agentrl.config.secrets import secret_variables
 from agentrl.process_privacy import environment_without
@@ -54,10 +54,16 @@ class VllmServer(SupervisedProcess):
     """A supervised vLLM server on a socket that only this user can reach."""
 
     def __init__(
-        self, command: Sequence[str], log: Path, withheld: Sequence[str] = (), gpus: str = ""
-    ) -> None:
-        """``command``: as ``vllm_command`` returns it; ``withheld``: variables it does not get;
-        ``gpus``: its CUDA_VISIBLE_DEVICES, empty for all."""
+        self, command: Sequence[str], log: Path, withheld: Sequence[str] = (), *,
+        name: str = "vLLM", gpus: str = "",
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            command: as ``vllm_command`` returns it.
+            withheld: variables it does not get.
+            name: for log messages.
+            gpus: its CUDA_VISIBLE_DEVICES; empty: all.
+        """
         # In the temporary folder, because a socket's path must be short.
         self._folder = Path(tempfile.gettempdir()) / f"agentrl-vllm-{secrets.token_hex(6)}"
         self._socket = str(self._folder / "socket")
@@ -68,7 +74,7 @@ class VllmServer(SupervisedProcess):
         env |= {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
         if _SLEEP in command:  # /sleep and /wake_up, for who reaches the socket
             env |= {"VLLM_SERVER_DEV_MODE": "1"}
-        super().__init__("vLLM", [*leash, *command, "--uds", self._socket], log, env)
+        super().__init__(name, [*leash, *command, "--uds", self._socket], log, env)
 
     def start(self) -> None:
         self._folder.mkdir(mode=0o700)
@@ -115,12 +121,17 @@ def planned_servers(
     from agentrl.samplers.vllm.gpus import gpus_of_servers
 
     command, withheld = vllm_command(config, max_rank), secret_variables(config)
-    count = getattr(config.sampler, "samplers", 1)
+    count = _started(config)
     logs = [log, *(log.with_stem(f"{log.stem}-{number}") for number in range(1, count))]
+    names = ["vLLM"] if count == 1 else [f"vLLM {number}" for number in range(count)]
     return [
-        VllmServer(command, one, withheld, gpus)
-        for one, gpus in zip(logs, gpus_of_servers(count), strict=True)
+        VllmServer(command, log, withheld, name=name, gpus=gpus)
+        for name, log, gpus in zip(names, logs, gpus_of_servers(count), strict=True)
     ]
+
+
+def _started(config: ModelCommand) -> int:
+    return config.sampler.samplers if isinstance(config, TrainConfig) else 1
 
 
 def vllm_command(config: ModelCommand, max_rank: int) -> list[str]:
@@ -157,7 +168,9 @@ def vllm_command(config: ModelCommand, max_rank: int) -> list[str]:
         dtype = str(stored).removeprefix("torch.")
     # Compiling takes minutes on a CPU, which vLLM uses on a Mac too.
     eager = ["--enforce-eager"] if device in ("cpu", "mps") else []
-    share = memory_share(config, chosen) if device == "cuda" else 0.5
+    count = _started(config)
+    share = memory_share(config, chosen, count) if device == "cuda" else 0.5
+    loras = _MAX_LORAS * -(-config.gateway_count // count)  # each gateway loads its own
     # Adapters are loaded into all engines of one API server.
     engines = ["--data-parallel-size", str(vllm.engines), "--api-server-count", "1"]
     return [
@@ -172,7 +185,7 @@ def vllm_command(config: ModelCommand, max_rank: int) -> list[str]:
         *([_SLEEP] if vllm.sleep else []),
         "--enable-lora",
         *("--max-lora-rank", str(rank)),
-        *("--max-loras", str(_MAX_LORAS)),
+        *("--max-loras", str(loras)),
         *(["--enable-mixed-moe-lora-format"] if _has_experts(model, trust) else []),
         *eager,
         *(["--trust-remote-code"] if trust else []),

@@ -37,11 +37,12 @@ def test_vllm_gets_what_the_trainer_leaves(monkeypatch: pytest.MonkeyPatch) -> N
         memory = SimpleNamespace(total_memory=int(gib * 2**30))
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: memory)
         given = nested(agent="json:loads", tasks="t", micro_batch_tokens=4096, **settings)
-        return memory_share(TrainConfig.model_validate(given), torch.device("cuda"))
+        return memory_share(TrainConfig.model_validate(given), torch.device("cuda"), 1)
 
     assert share(80.0) == 0.9  # agentrl-tiny
     small, large = share(0.5), share(2.0)
     assert 0.1 <= small < large < 0.9
     assert share(0.5, sampler="vllm", **{"sampler.vllm.sleep": True}) > small
     assert share(0.01) == 0.1
-    assert memory_share(ServeConfig(), torch.device("cuda")) == 0.9
+    assert memory_share(ServeConfig(), torch.device("cuda"), 1) == 0.9
+    assert memory_share(ServeConfig(), torch.device("cuda"), 3) == 0.3  # they share the GPU

@@ -83,7 +83,7 @@ def test_a_server_without_an_engine_is_unhealthy_until_it_has_one(
     until(lambda: not sampler.healthy)
     with pytest.raises(RefusedError, match="/health answers 503") as refused:
         asyncio.run(sampler.load_adapter("policy", 1, "/1"))
-    assert refused.value.code == "stopped"
+    assert refused.value.code == "deferred"
     server.loras, looks = {}, server.looks
     until(lambda: server.looks > looks + 2)
     assert not sampler.healthy
@@ -294,7 +294,7 @@ def test_a_publication_that_is_refused_for_good_ends_the_run(
 
 
 def test_a_version_is_published_though_one_of_two_servers_is_lost(
-    server: Server, tmp_path: Path, no_fork: None
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_fork: None
 ) -> None:
     """Its gateway is unwell, so other gateways get its rollouts; it comes back with the version."""
     with Server() as other:
@@ -306,13 +306,28 @@ def test_a_version_is_published_though_one_of_two_servers_is_lost(
             assert [*server.loras.values(), *other.loras.values()] == ["/1", "/1"]
             other.well = False
             until(lambda: None in running.gateways.healths())
-            running.publish("policy", 2, "/2", 2, print)
+            told: list[str] = []
+            running.publish("policy", 2, "/2", 2, told.append)
             assert [*server.loras.values()] == ["/1", "/2"]
+            assert len(told) == 1
+            assert "policy@2 is published; a gateway without a sampler follows: vLLM is" in told[0]
             other.loras, other.well = {}, True  # it was started anew
             until(lambda: None not in running.gateways.healths())
             assert list(other.loras.values()) == ["/2"]
             versions = [(one or {})["adapters"] for one in running.gateways.healths()]
             assert versions == [{"policy": 2}] * 2
+            # It is well, and fails to load: the publication waits for it alone.
+            other.refusal = (500, "out of memory")
+            monkeypatch.setattr(timing, "FIRST_NOTICE_S", 0.5)
+
+            def on_trouble(message: str) -> None:
+                assert "out of memory" in message
+                other.refusal = None
+
+            loads = server.loads
+            running.publish("policy", 3, "/3", 3, on_trouble)
+            assert (server.loads, other.refusal) == (loads + 1, None)
+            assert "/3" in other.loras.values()
         other.shutdown()
         serving.join()
 
