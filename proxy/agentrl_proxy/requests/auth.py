@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from agentrl_proxy.dependencies import GatewayStats
 from agentrl_proxy.errors import ApiError, attempt_sealed, forbidden, unauthorized
+from agentrl_proxy.requests.lookups import Lookup
 from agentrl_tracer.conventions import ROLLOUT_HEADER as CONTEXT_HEADER
 from agentrl_tracer.schemas import AttemptRef, AttemptState
 
@@ -43,7 +44,13 @@ class Credentials:
     """
 
     def __init__(self, store: Store, operator_key: str | None, stats: GatewayStats) -> None:
-        self._store = store
+        remote = store.is_remote
+        self._states = Lookup(
+            together=remote, one=store.attempt_state, several=store.attempt_states
+        )
+        self._attempts = Lookup(
+            together=remote, one=store.authenticate, several=store.authenticate_all
+        )
         self._operator = None if operator_key is None else _digest(operator_key)
         self._stats = stats
         self._known: dict[bytes, AttemptRef] = {}
@@ -65,7 +72,7 @@ class Credentials:
         try:
             attempt = await self._caller(headers, rollout_id)
             if attempt is not None and not may_be_sealed:
-                state = await ask(self._store, self._store.attempt_state, attempt.attempt_id)
+                state = await self._states.of(attempt.attempt_id)
                 if state is not AttemptState.RUNNING:
                     raise attempt_sealed(state)
             return attempt
@@ -125,7 +132,7 @@ class Credentials:
         digest = _digest(key)
         attempt = self._known.get(digest)
         if attempt is None:
-            attempt = await ask(self._store, self._store.authenticate, key)
+            attempt = await self._attempts.of(key)
             if len(self._known) >= _MAX_CACHED:
                 self._known.clear()
             if attempt is not None:

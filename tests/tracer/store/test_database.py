@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -57,6 +58,15 @@ def test_a_store_of_the_future_is_refused(tmp_path: Path) -> None:
     store.close()
     with pytest.raises(RuntimeError, match="upgrade agentrl"):
         Store(path)
+
+
+def test_as_many_connections_stay_as_were_used_at_once(postgres: str) -> None:
+    with closing(Store(postgres)) as store:
+        with ExitStack() as used:
+            for _ in range(12):
+                used.enter_context(store.db.read())
+        pool: Any = store.db.engine.pool
+        assert pool.checkedin() >= 12
 
 
 def test_the_writers_own_reads_are_of_now_and_leave_nothing_open(tmp_path: Path) -> None:

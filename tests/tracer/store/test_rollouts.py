@@ -162,6 +162,19 @@ def test_key_opens_its_attempt_and_is_not_stored(store: Store, claim: Claim) -> 
         assert claim.key not in str(c.execute(sa.select(tables.attempts)).all())
 
 
+def test_several_attempts_are_looked_up_at_once(store: Store) -> None:
+    start_run(store, rollouts=3)
+    claims = [claimed(store) for _ in range(3)]
+    ids = [claim.attempt_id for claim in claims]
+    store.end_attempt(ids[0], AttemptState.SUCCEEDED)
+    states = [AttemptState.SUCCEEDED, AttemptState.RUNNING, AttemptState.RUNNING]
+    assert store.attempt_states([*ids, "none"]) == dict(zip(ids, states, strict=True))
+    known = store.authenticate_all(["none", *(claim.key for claim in claims)])
+    assert {key: one.attempt_id for key, one in known.items()} == {
+        claim.key: claim.attempt_id for claim in claims
+    }
+
+
 def test_a_dead_pools_leases_end_and_no_others(store: Store) -> None:
     run_id = start_run(store, rollouts=3)
     theirs, ours, other = (

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
+from collections.abc import Collection
 
 import sqlalchemy as sa
 
@@ -19,9 +20,9 @@ _INSERT_ATTEMPT = t.attempts.insert()
 _STATE = sa.select(t.attempts.c.state).where(t.attempts.c.id == sa.bindparam("attempt_id"))
 _BY_KEY = (
     sa.select(t.attempts.c.rollout_id, t.attempts.c.id.label("attempt_id"), t.attempts.c.state)
+    .add_columns(t.attempts.c.key_hash)
     .add_columns(*(t.rollouts.c[name] for name in ("run_id", "purpose", "seed", "sampling")))
     .join(t.rollouts, t.rollouts.c.id == t.attempts.c.rollout_id)
-    .where(t.attempts.c.key_hash == sa.bindparam("key_hash"))
 )
 
 
@@ -120,15 +121,29 @@ class LeaseStore(RolloutStore):
 
     def authenticate(self, key: str) -> AttemptRef | None:
         """Return the attempt that a key belongs to, sealed or not; None for an unknown key."""
-        rows = self.db.fetch(_BY_KEY, {"key_hash": _hash(key)})
-        if not rows:
-            return None
-        types = {"state": AttemptState(rows[0]["state"]), "purpose": Purpose(rows[0]["purpose"])}
-        return AttemptRef(**{**rows[0], **types})
+        return self.authenticate_all([key]).get(key)
+
+    def authenticate_all(self, keys: Collection[str]) -> dict[str, AttemptRef]:
+        """Return the attempts that keys belong to, sealed or not; unknown keys are missing."""
+        by_hash = {_hash(key): key for key in keys}
+        rows = self.db.fetch(_BY_KEY.where(self.db.among(t.attempts.c.key_hash, by_hash)))
+        found: dict[str, AttemptRef] = {}
+        for row in rows:
+            values = dict(row)
+            key = by_hash[values.pop("key_hash")]
+            types = {"state": AttemptState(row["state"]), "purpose": Purpose(row["purpose"])}
+            found[key] = AttemptRef(**{**values, **types})
+        return found
 
     def attempt_state(self, attempt_id: str) -> AttemptState | None:
         state = self.db.look_up(_STATE, attempt_id=attempt_id)
         return None if state is None else AttemptState(state)
+
+    def attempt_states(self, attempt_ids: Collection[str]) -> dict[str, AttemptState]:
+        """Return the states of the attempts that exist."""
+        query = sa.select(t.attempts.c.id, t.attempts.c.state)
+        rows = self.db.fetch_rows(query.where(self.db.among(t.attempts.c.id, attempt_ids)))
+        return {attempt_id: AttemptState(state) for attempt_id, state in rows}
 
 
 def _hash(key: str) -> str:
