@@ -1,6 +1,6 @@
 """Simulated runners against a real PostgreSQL store and real gateways: latencies, costs, books.
 
-python benchmarks/scale/run.py                      # 1,000 runners, 100,000 calls, an hour
+python benchmarks/scale/run.py                      # 1,000 runners, 100,000 calls, 15 minutes
 python benchmarks/scale/run.py --rollouts 250000    # 1,000,000 calls
 python benchmarks/scale/run.py --smoke              # does everything run?
 """
