@@ -61,7 +61,7 @@ MOMENTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     # The tensors of the checkpoint are on the disk, its manifest is not.
     "writing": (checkpoint, "save_file", afterwards),
     # The store knows the new version, the sampler does not.
-    "publishing": (session.GatewayHandle, "try_load_adapter", before_loading),
+    "publishing": (session.Gateways, "try_load_adapter", before_loading),
     # After the step: some of its evaluation is finished, the rest is not.
     "evaluating": (session.Session, "execute", midway),
 }
