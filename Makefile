@@ -32,7 +32,7 @@ help:
 	@echo "make clients    clients of other versions, from npm and PyPI"
 	@echo "make frameworks train two steps with an agent of each framework (20 minutes)"
 	@echo "make coding-agents  Claude Code, Codex, OpenCode, ... by their profiles (fetches 1.5 GB)"
-	@echo "make kills      kill runs and sweeps at named moments; each goes on to the same last bit (10 minutes)"
+	@echo "make kills      kill runs and sweeps at named moments; each goes on to the same last bit (4 minutes)"
 	@echo "make guards     train runs that end early: budgets, alerts, going back (3 minutes)"
 	@echo "make before-rl  what SFT, preferences, a reward model and RL on it gain, three seeds (8 minutes)"
 	@echo "make deployments  kill the trainer of deploy/compose.yaml, which goes on; run the SLURM script (1 minute)"
