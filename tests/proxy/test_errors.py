@@ -23,6 +23,7 @@ CHAT = "/v1/chat/completions"
         ("invalid_parameter", 400, "invalid_parameter"),
         ("unknown_adapter", 404, "model_not_found"),
         ("stopped", 503, "sampler_unavailable"),
+        ("deferred", 503, "adapter_deferred"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

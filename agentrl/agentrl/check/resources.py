@@ -50,7 +50,8 @@ def memory_findings(config: TrainConfig, rows: Sequence[TrainingRow]) -> Iterato
         yield Finding("not known for this model's architecture")
         return
     if "sampler" in parts:  # a copy of the model in each
-        parts["sampler"] *= -(-config.gateway_count // max(1, torch.cuda.device_count()))
+        gpus = torch.cuda.device_count() if model.device in ("auto", "cuda") else 0
+        parts["sampler"] *= -(-config.gateway_count // max(1, gpus))
     yield compare(parts, free_memory(device), device.type)
     yield Finding(" + ".join(f"{decimal(size)} {name}" for name, size in parts.items()))
 

@@ -51,9 +51,9 @@ class Gateways:
         self.urls_for_others = [handle.url_for_others for handle in self._handles]
 
     @property
-    def restarts(self) -> int:
-        """Restarts of the process that was started again most often."""
-        return max(one.restarts for one in (*self._handles, *self._servers))
+    def restarts(self) -> list[int]:
+        """How often each process was started again."""
+        return [one.restarts for one in (*self._handles, *self._servers)]
 
     def start(self) -> None:
         """Start all processes, gateways as forks of this one where that is possible."""

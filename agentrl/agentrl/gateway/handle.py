@@ -154,7 +154,8 @@ class GatewayHandle(SupervisedProcess):
         try:
             answer = self._client.post("/admin/adapters", json=adapter)
         except httpx.HTTPError as error:
-            return Trouble(f"{type(error).__name__}: {error}")
+            # One that is starting loads what the store has, once it has a sampler.
+            return Trouble(f"{type(error).__name__}: {error}", deferred=self.health() is None)
         if answer.is_success:
             return None
         error = _error_of(answer)

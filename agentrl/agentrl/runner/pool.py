@@ -102,8 +102,8 @@ class Pool:
         logger.info("pool %d: %d runners for %s", os.getpid(), len(self._slots), self.config.agent)
         while not self._stopping:
             now = time.monotonic()
-            # A worker of each gateway goes ahead, as one may be unwell.
-            first = len(self.config.gateways)
+            # After the scout, a worker of each gateway goes ahead, as one may be unwell.
+            first = len(self.config.gateways) if self._lessons else 1
             for slot in self._slots[:first] if now < self._pioneer_until else self._slots:
                 if slot.child is None and now >= slot.due:
                     self._fork_worker(slot)

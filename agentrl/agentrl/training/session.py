@@ -258,7 +258,7 @@ class Session:
                 return
             refused_since = (refused_since or now) if trouble.refuses else None
             refused = refused_since is not None and now - refused_since >= _REFUSED_S
-            if refused or self._restarts() - restarts >= _HOPELESS_RESTARTS:
+            if refused or self._keep_dying(restarts):
                 raise RunError(f"{what} cannot be published: {why}")
             waiting.still(lambda why=why: f"{what} is not published yet: {why}")
             self.maintain()
@@ -305,7 +305,7 @@ class Session:
                 on_progress(done, total)
             if enough:
                 return
-            if self._restarts() - restarts >= _HOPELESS_RESTARTS:
+            if self._keep_dying(restarts):
                 raise RunError(
                     "gateways and runners keep dying and no rollout finishes; see "
                     f"{self.folder.logs}\n{self.gateways.log_tail()}\n{self.pool.log_tail(5)}"
@@ -367,5 +367,10 @@ class Session:
             self.store.expire_leases()
             self._next_maintenance = time.monotonic() + _MAINTAIN_S
 
-    def _restarts(self) -> int:
-        return self.gateways.restarts + self.pool.restarts
+    def _restarts(self) -> list[int]:
+        return [*self.gateways.restarts, self.pool.restarts]
+
+    def _keep_dying(self, before: Sequence[int]) -> bool:
+        """Tell whether a process has died too often since ``before``, of ``_restarts``."""
+        new = (now - then for now, then in zip(self._restarts(), before, strict=True))
+        return max(new) >= _HOPELESS_RESTARTS

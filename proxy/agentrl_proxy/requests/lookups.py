@@ -50,7 +50,8 @@ class Lookup(Generic[T]):
             asked, self._waiting = self._waiting, {}
             try:
                 known = await asyncio.to_thread(self._several, list(asked))
-            except Exception as error:
+            except Exception as error:  # after a long wait for the store: enough for all
+                asked, self._waiting = asked | self._waiting, {}
                 for found in asked.values():
                     found.set_exception(error)
                     found.exception()  # its requests may be gone

@@ -20,6 +20,7 @@ from agentrl_proxy.server.hosts import HostCheck
 
 _KEEP_ALIVE_S = 75
 _MAX_HELD_BYTES = 64 * 1024
+_MOST_TOGETHER = 256  # connections that are accepted in one turn of the event loop
 _PEER_CLOSED = getattr(select, "POLLRDHUP", 0)  # Linux only
 
 
@@ -91,7 +92,7 @@ class _Protocol(HttpToolsProtocol):
         new = partial(type(self), self.config, self.server_state, self.app_state)
         waiting: list[Any] = []
         with suppress(OSError):  # none waits, or the server is closing
-            while True:
+            for _ in range(_MOST_TOGETHER):
                 accepted, _ = self.listening.accept()
                 accepted.setblocking(False)
                 waiting.append(connect(new, accepted))

@@ -59,7 +59,7 @@ def open_engine(url: str, *, read_only: bool = False) -> sa.Engine:
     Raises:
         StoreError: the URL is wrong, or the database's driver is not installed.
     """
-    codec: dict[str, Any] = {"json_serializer": json_text, "json_deserializer": json_value}
+    how: dict[str, Any] = {"json_serializer": json_text, "json_deserializer": json_value}
     try:
         parsed = sa.make_url(url)
         if (backend := parsed.get_backend_name()) not in ("postgresql", "sqlite"):
@@ -68,10 +68,10 @@ def open_engine(url: str, *, read_only: bool = False) -> sa.Engine:
             wanted: dict[str, Any] = {k: v for k, v in _CONNECT.items() if k not in parsed.query}
             if read_only:
                 wanted["options"] = "-c default_transaction_read_only=on"
-            # With fewer than there are threads, connections would be opened again and again.
-            pool: dict[str, Any] = {"pool_pre_ping": True, "pool_size": 32}
-            return sa.create_engine(url, connect_args=wanted, **pool, **codec)
-        engine = sa.create_engine(url, connect_args={"check_same_thread": False}, **codec)
+            # SQLAlchemy keeps 5, and busy threads would open others again and again.
+            how |= {"pool_pre_ping": True, "pool_size": 16}
+            return sa.create_engine(url, connect_args=wanted, **how)
+        engine = sa.create_engine(url, connect_args={"check_same_thread": False}, **how)
     except ModuleNotFoundError as error:
         needs = f"PostgreSQL needs {error.name}, which is not installed"
         raise StoreError(f"store: {needs}: pip install 'psycopg[binary]'") from error

@@ -61,8 +61,8 @@ class SamplerSettings(Table):
 
 class TrainSamplerSettings(SamplerSettings):
     samplers: Annotated[int, Field(ge=1, le=64)] = 1
-    """Samplers, each with a copy of the model; on CUDA each on a GPU. Each has a gateway of its
-    own."""
+    """Samplers, each with a copy of the model; on CUDA each on a GPU. Each has at least one
+    gateway of its own."""
 
 
 class TinkerSettings(Table):
