@@ -68,8 +68,7 @@ def open_engine(url: str, *, read_only: bool = False) -> sa.Engine:
             wanted: dict[str, Any] = {k: v for k, v in _CONNECT.items() if k not in parsed.query}
             if read_only:
                 wanted["options"] = "-c default_transaction_read_only=on"
-            # SQLAlchemy keeps 5, and busy threads would open others again and again.
-            how |= {"pool_pre_ping": True, "pool_size": 16}
+            how |= {"pool_pre_ping": True, "pool_size": 16}  # with 5, others open again and again
             return sa.create_engine(url, connect_args=wanted, **how)
         engine = sa.create_engine(url, connect_args={"check_same_thread": False}, **how)
     except ModuleNotFoundError as error:
