@@ -19,7 +19,7 @@ from agentrl.config.settings.agent import AgentSettings, TrainAgentSettings
 from agentrl.config.settings.gateway import GatewaySettings
 from agentrl.config.settings.models import ModelSettings
 from agentrl.config.settings.rollouts import RolloutSettings, RunnerSettings
-from agentrl.config.settings.sampler import SamplerSettings
+from agentrl.config.settings.sampler import SamplerSettings, TrainSamplerSettings
 from agentrl.gateway.process import GatewayPlan, make_sampler
 from agentrl.samplers.embedded import EmbeddedSampler
 from agentrl.training.setup.clients import create_clients
@@ -152,6 +152,6 @@ def test_another_policy_of_the_sampler_is_corrected(
 ) -> None:
     config = TrainConfig(
         agent=TrainAgentSettings(entrypoint="json:loads", tasks=Path("none")),
-        sampler=SamplerSettings(weights=weights),
+        sampler=TrainSamplerSettings(weights=weights),
     )
     assert correction_mode(config) == mode
