@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 from fake_gateway import until
+from playwright.sync_api import Locator
+from playwright.sync_api import TimeoutError as PageTimeoutError
 from training_run import Run
 from ui_browser import Tab, open_tab, serve_pages
 from ui_pages import Recorded, record_run
@@ -93,6 +95,20 @@ def test_a_new_step_is_drawn_into_the_same_picture_and_what_was_open_stays_open(
         assert tab.faults == []
 
 
+def click_chart(canvas: Locator, place: str, url: str) -> None:
+    """Click where a script says, which leads to ``url``; again if the chart moved meanwhile, as one
+    above it was drawn."""
+
+    def click(patience_ms: int) -> None:
+        canvas.click(position=canvas.page.evaluate(place))
+        canvas.page.wait_for_url(url, timeout=patience_ms)
+
+    try:
+        click(10_000)
+    except PageTimeoutError:
+        click(30_000)
+
+
 def test_charts_are_saved_stepped_through_and_clicked(
     tab: Tab, recorded: Recorded, tmp_path: Path
 ) -> None:
@@ -110,20 +126,18 @@ def test_charts_are_saved_stepped_through_and_clicked(
     canvas = page.locator("#chart-reward .canvas")
     canvas.focus()
     page.keyboard.press("ArrowRight")
-    left, top = page.evaluate(f"{CHART.format('reward')}.convertToPixel('grid', [3, 0.5])")
-    canvas.click(position={"x": left, "y": top})
-    page.wait_for_url("**/rollouts?where=*")
+    place = f"{CHART.format('reward')}.convertToPixel('grid', [3, 0.5])"
+    click_chart(canvas, f"(([x, y]) => ({{x, y}}))({place})", "**/rollouts?where=*")
     assert page.get_by_label("Where").input_value() == "purpose == 'train' and step == 3"
     assert page.locator("tbody tr").count() == 8
 
     page = tab.open(recorded.run)
     box = page.locator("#chart-books .canvas")
     box.scroll_into_view_if_needed()
-    place = page.evaluate(f"""() => {{
+    place = f"""() => {{
       const series = {CHART.format("books")}.getModel().getSeriesByIndex(0);
       const data = series.getData(), view = series.layoutInfo;
       const {{ x, y, dx, dy }} = data.getItemLayout(data.indexOfName('evaluation'));
       return {{ x: view.x + x + dx / 2, y: view.y + y + dy / 2 }};
-    }}""")
-    box.click(position=place)
-    page.wait_for_url("**/calls?verdict=evaluation")
+    }}"""
+    click_chart(box, place, "**/calls?verdict=evaluation")
