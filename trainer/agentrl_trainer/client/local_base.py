@@ -8,14 +8,13 @@ import itertools
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from torch import Tensor
 
 from agentrl_trainer.checkpoint import Checkpoint, latest_checkpoint
 from agentrl_trainer.client.futures import OperationThread
 from agentrl_trainer.client.types import Folder
-from agentrl_trainer.distributed.ranks import Followers, RankedLearner
 from agentrl_trainer.inference import RequestError, SamplerEngine
 from agentrl_trainer.learner.learner import Learner
 from agentrl_trainer.models.devices import on_own_thread
@@ -23,12 +22,25 @@ from agentrl_trainer.models.loading import BaseModel
 from agentrl_trainer.models.lora_targets import adaptable
 
 
+class Others(Protocol):
+    """Processes that train with this one, or in place of it: its followers, or verl's workers."""
+
+    def load(self, load: Callable[..., BaseModel]) -> BaseModel:
+        """Load what this process needs of the base model, by ``load`` or otherwise."""
+        ...
+
+    def learner(self, base: BaseModel, options: Mapping[str, Any]) -> Any:
+        """Make what has the methods of a ``Learner``."""
+        ...
+
+    def end(self) -> None: ...
+
+
 class LocalBase:
     """Everything that touches the learner runs on ``worker``, in order. Sampling has the engine's
     thread and its own copy of the base.
 
-    ``load`` is called once for training and once for sampling, each at first use. ``followers``:
-    other ranks that train with this one.
+    ``load`` is called once for training and once for sampling, each at first use.
     """
 
     def __init__(
@@ -36,14 +48,14 @@ class LocalBase:
         name: str,
         load: Callable[..., BaseModel],
         learner_options: Mapping[str, Any],
-        followers: Followers | None = None,
+        others: Others | None = None,
     ) -> None:
         self.name = name
         self.worker = OperationThread(f"agentrl-train-{name}")
         self.adaptable: list[str] = []
         """Paths of the base's linear layers and experts, once it is loaded for training."""
         self._load = load
-        self._learner_options, self._followers = learner_options, followers
+        self._learner_options, self._others = learner_options, others
         self._lock = threading.Lock()
         self._training: BaseModel | None = None
         self._engine: SamplerEngine | None = None
@@ -83,21 +95,15 @@ class LocalBase:
         """Add an adapter to the learner, or make the learner with it; on the worker."""
         if self._learner is None:
             base, options = self.training, {"adapters": (name,), **lora, **self._learner_options}
-            if self._followers is None:
+            if self._others is None:
                 self._learner = Learner(base, **options)
             else:
-                self._learner = cast(Learner, RankedLearner(self._followers, base, options))
+                self._learner = cast(Learner, self._others.learner(base, options))
         else:
             self._learner.add_adapter(name, **lora)
 
     def _load_for_training(self) -> BaseModel:
-        if self._followers is None or not self._followers.plan.shard:
-            return self._load()
-        try:
-            return self._load(self._followers.start().load)
-        except Exception as error:
-            self._followers.end(error)
-            raise
+        return self._load() if self._others is None else self._others.load(self._load)
 
     def serve(self, folder: Folder) -> str:
         """Load a PEFT folder into the sampler; return the name it has there."""
@@ -114,8 +120,8 @@ class LocalBase:
                 self._engine.unload_adapter(name)
 
     def close(self) -> None:
-        if self._followers is not None:
-            self.worker.submit(self._followers.end).result()
+        if self._others is not None:
+            self.worker.submit(self._others.end).result()
         self.worker.shutdown()
         if self._engine is not None:
             self._engine.stop()

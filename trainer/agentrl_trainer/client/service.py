@@ -54,13 +54,16 @@ from agentrl_trainer.names import TINY_MODEL, check_name
 
 _TINKER = "agentrl_trainer.client.tinker.service:TinkerServiceClient"  # a subclass of ServiceClient
 
+_VERL = "agentrl_trainer.distributed.verl.workers:VerlWorkers"
+
 
 class ServiceClient:
     """Makes training and sampling clients. With a ``base_url`` or ``backend="tinker"`` it is a
     ``TinkerServiceClient``, which sends the same calls to the official SDK.
 
     Args:
-        backend: "local" is this process, with torch; "tinker" is the official SDK
+        backend: "local" is this process, with torch; "verl" samples here and trains on verl's
+            workers, on the Ray cluster that this process has joined; "tinker" is the official SDK
             (``pip install 'tinker>=0.38,<1'``), and the default if ``base_url`` is given.
         base_url: a server that speaks Tinker's protocol; None with "tinker" is Tinker itself.
         folder: where states and metrics are saved; default a new folder in ``runs/``.
@@ -70,7 +73,9 @@ class ServiceClient:
             ``gradient_checkpointing`` and ``value`` (``learner.Learner``), ``trainers``: of the
             processes that train as one, of which this is the first (``size``, ``shard``,
             ``launch`` and ``setup`` of ``distributed.plan.RankPlan``), and ``threads``: torch's
-            for a model of so many parameters, where the process leaves them to the service.
+            for a model of so many parameters, where the process leaves them to the service. For
+            verl ``trainers`` are its workers (``size``, ``nodes``, ``setup``, ``engine`` and
+            ``of_model`` of ``distributed.verl.workers.VerlWorkers``).
     """
 
     folder: Path
@@ -81,11 +86,11 @@ class ServiceClient:
     def __new__(cls, **options: Any) -> Self:
         base_url = options.get("base_url")
         kind = options.get("backend") or ("local" if base_url is None else "tinker")
-        if kind not in ("local", "tinker"):
-            raise ValueError(f"backend must be 'local' or 'tinker', not {kind!r}")
-        if kind == "local" and base_url is not None:
-            raise ValueError("base_url is for backend='tinker'; the local one runs in this process")
-        if kind == "local":
+        if kind not in ("local", "verl", "tinker"):
+            raise ValueError(f"backend must be 'local', 'verl' or 'tinker', not {kind!r}")
+        if kind != "tinker" and base_url is not None:
+            raise ValueError(f"base_url is for backend='tinker', not for {kind!r}")
+        if kind != "tinker":
             return super().__new__(cls)
         try:
             return super().__new__(resolve_name(_TINKER))
@@ -98,7 +103,7 @@ class ServiceClient:
         self,
         *,
         base_url: str | None = None,
-        backend: Literal["local", "tinker"] | None = None,
+        backend: Literal["local", "verl", "tinker"] | None = None,
         folder: Folder | None = None,
         device: str = "auto",
         dtype: str = "auto",
@@ -112,6 +117,7 @@ class ServiceClient:
         self._model_options |= {"device": device, "dtype": dtype}
         self._threads: Callable[[int], int] | None = ours.pop("threads", None)
         self._ranks: dict[str, Any] = {"size": 1, **ours.pop("trainers", {})}
+        self._on_verl = backend == "verl"
         self._learner_options = ours
         self._bases: dict[str, LocalBase] = {}
         self._made = 0
@@ -168,11 +174,13 @@ class ServiceClient:
     def _base(self, name: str) -> LocalBase:
         with self._lock:
             if name not in self._bases:
-                followers = None
-                if self._ranks["size"] > 1:
-                    followers = Followers(RankPlan(name, self._model_options, **self._ranks))
+                others = None
+                if self._on_verl:
+                    others = _verl()(name, self._model_options, **self._ranks)
+                elif self._ranks["size"] > 1:
+                    others = Followers(RankPlan(name, self._model_options, **self._ranks))
                 load = partial(self._load, name)
-                self._bases[name] = LocalBase(name, load, self._learner_options, followers)
+                self._bases[name] = LocalBase(name, load, self._learner_options, others)
             return self._bases[name]
 
     def _load(self, name: str, load: Callable[[], BaseModel] | None = None) -> BaseModel:
@@ -340,6 +348,15 @@ class ServiceClient:
             self.close("errored", repr(error))
         else:
             self.close("success" if error is None else "interrupted")
+
+
+def _verl() -> Any:
+    try:
+        return resolve_name(_VERL)
+    except ImportError as error:
+        raise ImportError(
+            f"backend='verl' needs verl and ray, see docs/scale.md: {error}"
+        ) from error
 
 
 def folder_of(given: Folder | None, kind: str) -> Path:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.learner.loss_options import AdamParams as AdamParams
 from agentrl_trainer.learner.loss_options import LossConfig
+from agentrl_trainer.learner.prepare_batch import RefusedRows as RefusedRows
 
 Array: TypeAlias = Any
 """A list of numbers, a numpy array or a torch tensor."""
@@ -25,10 +26,6 @@ Array: TypeAlias = Any
 Folder: TypeAlias = str | Path
 
 EndStatus: TypeAlias = Literal["success", "errored", "interrupted"]
-
-
-class RefusedRows(ValueError):
-    """The backend cannot learn from these rows; no request was sent."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,15 +69,20 @@ class FollowerActor:
         done, _ = ray.wait([self._last], timeout=timeout_s)
         try:
             ray.get(done)
-        except ray.exceptions.RayTaskError as error:
-            return f"{type(error.cause).__name__}: {error.cause}"
         except ray.exceptions.RayError as error:
-            return (str(error).strip() or type(error).__name__).splitlines()[-1]
+            return said_of(error)
         return None
 
     def end(self) -> None:
         ray.kill(self._actor)
         remove_placement_group(self._group)  # of all of them, which end together
+
+
+def said_of(error: Any) -> str:
+    """Return what a ``RayError`` says of an actor, in a line."""
+    if isinstance(error, ray.exceptions.RayTaskError):
+        return f"{type(error.cause).__name__}: {error.cause}"
+    return (str(error).strip() or type(error).__name__).splitlines()[-1]
 
 
 def start_actors(count: int, setup: Sequence[SetupCall], *, gpu: bool) -> list[FollowerActor]:

@@ -16,7 +16,7 @@ import pickle
 import socket
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -94,6 +94,20 @@ class Followers:
         self.send("load")
         return plan
 
+    def load(self, load: Callable[..., BaseModel]) -> BaseModel:
+        """Load this rank's base model, or its part of it: then the others load theirs, too."""
+        if not self.plan.shard:
+            return load()
+        try:
+            return load(self.start().load)
+        except Exception as error:
+            self.end(error)
+            raise
+
+    def learner(self, base: BaseModel, options: Mapping[str, Any]) -> RankedLearner:
+        """Make the learner of all ranks."""
+        return RankedLearner(self, base, options)
+
     def send(self, name: str, *args: Any, **named: Any) -> None:
         """Have all followers call a method; does not wait."""
         message = _message(name, *args, **named) if self.running else b""
@@ -131,6 +145,22 @@ def _replicas(nodes: Sequence[str]) -> int:
     counts = Counter(nodes)
     each = {*counts.values()}
     return len(counts) if len(each) == 1 and each.pop() > 1 else 1
+
+
+def custom_in_two_passes(
+    learner: Any, rows: Sequence[TrainingRow], function: CustomLoss[TrainingRow]
+) -> tuple[StepStats, dict[str, float]]:
+    """Make ``Learner.forward_backward_custom`` of ``forward`` and ``forward_backward``."""
+    loss, metrics, slopes = custom_slopes(rows, learner.forward(rows), function)
+    weighted = [
+        replace(
+            row, advantages=[-slope for slope in own],
+            extra={name: column for name, column in row.extra.items() if name == "temperature"},
+        )
+        for row, own in zip(rows, slopes, strict=True)
+    ]  # fmt: skip
+    stats = learner.forward_backward(weighted, "cross_entropy", None, 1.0)
+    return replace(stats, loss=loss), metrics
 
 
 class RankedLearner:
@@ -188,16 +218,7 @@ class RankedLearner:
         self, rows: Sequence[TrainingRow], function: CustomLoss[TrainingRow]
     ) -> tuple[StepStats, dict[str, float]]:
         """Add the gradient of any function of the log-probs, which is called in this process."""
-        loss, metrics, slopes = custom_slopes(rows, self.forward(rows), function)
-        weighted = [
-            replace(
-                row, advantages=[-slope for slope in own],
-                extra={name: column for name, column in row.extra.items() if name == "temperature"},
-            )
-            for row, own in zip(rows, slopes, strict=True)
-        ]  # fmt: skip
-        stats = self.forward_backward(weighted, "cross_entropy", None, 1.0)
-        return replace(stats, loss=loss), metrics
+        return custom_in_two_passes(self, rows, function)
 
     def close(self) -> None:
         """End the followers."""

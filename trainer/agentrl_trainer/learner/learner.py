@@ -35,7 +35,7 @@ from agentrl_trainer.learner.losses import (
     token_sums,
 )
 from agentrl_trainer.learner.optimizers import VALUE, AdapterOptimizers
-from agentrl_trainer.learner.prepare_batch import finite_parts
+from agentrl_trainer.learner.prepare_batch import finite_rows
 from agentrl_trainer.learner.reward_head import RewardHead
 from agentrl_trainer.learner.stems import OpenStems
 from agentrl_trainer.learner.step_stats import StepStats, step_stats
@@ -341,18 +341,7 @@ class Learner(AdapterOptimizers):
         self, rows: Sequence[TrainingRow], loss: str, loss_config: LossConfig | None = None
     ) -> list[int]:
         """Find the rows whose own loss and gradient are finite; drops accumulated gradients."""
-        own, tokens = {row.adapter for row in rows}, float(sum(row.trained for row in rows))
-
-        def finite(some: Sequence[int]) -> bool:
-            self.discard_gradients(own)
-            self.forward_backward([rows[i] for i in some], loss, loss_config, tokens or None)
-            named = self._owned(own).values()
-            grads = [p.grad for one in named for p in one.values() if p.grad is not None]
-            return not self.non_finite & own and all(bool(g.isfinite().all()) for g in grads)
-
-        found = finite_parts(range(len(rows)), finite)
-        self.discard_gradients(own)
-        return found
+        return finite_rows(self, rows, loss, loss_config)
 
     def _backward(self, value: Tensor, adapter: str, scale: float = 1.0) -> bool:
         """Add the gradient of a loss times ``scale``; returns whether the loss is finite."""

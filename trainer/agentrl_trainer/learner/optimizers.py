@@ -88,6 +88,11 @@ class AdapterOptimizers:
             self._optimizers[name].zero_grad(set_to_none=True)
             self.non_finite.discard(name)
 
+    def gradients_finite(self, adapters: Collection[str] | None = None) -> bool:
+        """Tell whether all accumulated gradients of ``adapters`` (None: of all) are finite."""
+        every = [one.grad for own in self._owned(adapters).values() for one in own.values()]
+        return all(bool(grad.isfinite().all()) for grad in every if grad is not None)
+
     def state_dict(self, adapters: Collection[str] | None = None) -> dict[str, Tensor]:
         """Copy weights and AdamW state, as ``{weights|exp_avg|exp_avg_sq|step}/adapter/name``.
 

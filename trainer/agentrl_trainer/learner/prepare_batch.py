@@ -9,11 +9,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
-from typing import Protocol
+from typing import Any, Protocol
 
 from agentrl_trainer.data.advantages import Scaling, token_advantages
 from agentrl_trainer.data.training_row import TrainingRow
-from agentrl_trainer.learner.loss_options import parse_loss_options
+from agentrl_trainer.learner.loss_options import LossConfig, parse_loss_options
+
+
+class RefusedRows(ValueError):
+    """The backend cannot learn from these rows, and has computed nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,25 @@ def with_gae(
         extra = {**row.extra, "values": predicted, "returns": _spread(returns, row.mask)}
         done.append(replace(row, advantages=credit, extra=extra))
     return done
+
+
+def finite_rows(
+    learner: Any, rows: Sequence[TrainingRow], loss: str, loss_config: LossConfig | None = None
+) -> list[int]:
+    """Find the rows whose own loss and gradient are finite; drops accumulated gradients.
+
+    ``learner``: has AdapterOptimizers' methods, and ``forward_backward``.
+    """
+    own, tokens = {row.adapter for row in rows}, float(sum(row.trained for row in rows))
+
+    def finite(some: Sequence[int]) -> bool:
+        learner.discard_gradients(own)
+        learner.forward_backward([rows[i] for i in some], loss, loss_config, tokens or None)
+        return not learner.non_finite & own and learner.gradients_finite(own)
+
+    found = finite_parts(range(len(rows)), finite)
+    learner.discard_gradients(own)
+    return found
 
 
 def finite_parts(some: Sequence[int], finite: Callable[[Sequence[int]], bool]) -> list[int]:

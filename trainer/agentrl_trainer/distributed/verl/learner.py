@@ -1,0 +1,242 @@
+"""A learner whose log-probs and gradients verl's workers compute.
+
+    VerlLearner: adapters and their AdamW ── VerlWorkers: verl's controller
+                                                │ Ray
+                                 VerlWorker 0 .. N-1: the base model, spread by verl's engine
+
+verl trains one adapter, and its checkpoints hold the base model, too. So adapters and optimizers
+are here, in float32, as in a ``Learner``: several may train, a checkpoint is that of any run, and
+when a worker dies no weight is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from peft import LoraConfig
+from torch import Tensor
+from verl.utils import tensordict_utils  # pyright: ignore[reportMissingImports]
+
+from agentrl_trainer.data.packing import count_tokens
+from agentrl_trainer.data.training_row import TrainingRow, with_extra
+from agentrl_trainer.distributed.ranks import custom_in_two_passes
+from agentrl_trainer.distributed.verl.rows import VerlLoss, logprobs_of, shares, sums_of, to_batch
+from agentrl_trainer.distributed.verl.workers import VerlWorkers
+from agentrl_trainer.learner.learner import default_token_budget
+from agentrl_trainer.learner.loss_options import AdamParams, LossConfig, parse_loss_options
+from agentrl_trainer.learner.losses import CustomLoss
+from agentrl_trainer.learner.optimizers import AdapterOptimizers
+from agentrl_trainer.learner.prepare_batch import finite_rows
+from agentrl_trainer.learner.step_stats import StepStats, merged, step_stats
+from agentrl_trainer.models.loading import BaseModel
+from agentrl_trainer.models.lora import (
+    adapter_parameters,
+    attach_adapter,
+    attach_saved_adapter,
+    lora_config,
+    save_adapter,
+)
+from agentrl_trainer.models.sources import ModelError
+
+
+class VerlLearner(AdapterOptimizers):
+    """Adapters in training, which verl's workers compute with; see ``Learner``, whose methods and
+    options these are.
+
+    Raises:
+        ValueError: an option that verl's workers do not have.
+        RankError: by a call during which a worker failed. Gradients that no ``optim_step`` has
+            applied are lost then; the next call starts other workers.
+    """
+
+    why_not_shared = "verl computes each row by itself"
+
+    def __init__(
+        self,
+        workers: VerlWorkers,
+        base: BaseModel,
+        *,
+        adapters: Sequence[str] = ("default",),
+        rank: int = 32,
+        alpha: float = 32.0,
+        targets: str | list[str] = "all-linear",
+        adam: AdamParams | None = None,
+        seed: int = 0,
+        token_budget: int | None = None,
+        gradient_checkpointing: bool = False,
+        value: Any = None,
+        score: bool = False,
+    ) -> None:
+        super().__init__(adam or AdamParams(), 0.0)
+        if value or score:
+            raise ValueError("verl's workers have no value functions and no reward models")
+        self.base = base
+        self._workers, self._checkpointing = workers, gradient_checkpointing
+        self._token_budget = token_budget or default_token_budget("cpu")
+        self.model = attach_adapter(base, adapters[0], lora_config(rank, alpha, targets), seed)
+        self._lora = self._lora_of(adapters[0])
+        if self._lora.rank_pattern or self._lora.target_parameters:
+            raise ModelError(f"model: verl cannot adapt the experts of {base.name!r}.")
+        self.add_parameters(adapters[0], adapter_parameters(self.model, adapters[0]))
+        for i, name in enumerate(adapters[1:], start=1):
+            self.add_adapter(name, rank=rank, alpha=alpha, targets=targets, seed=seed + i)
+        self._there: tuple[str, int] | None = None
+        """The adapter that the workers have, and the sum of its bits."""
+
+    def add_adapter(
+        self,
+        name: str,
+        *,
+        rank: int = 32,
+        alpha: float = 32.0,
+        targets: str | list[str] = "all-linear",
+        seed: int = 0,
+    ) -> None:
+        attach_adapter(self.model, name, lora_config(rank, alpha, targets), seed)
+        self._check_shape(name)
+        self.add_parameters(name, adapter_parameters(self.model, name))
+
+    def remove_adapter(self, name: str) -> None:
+        self.remove_parameters(name)
+        self.model.delete_adapter(name)
+
+    def add_reference(self, name: str, folder: str | Path) -> None:
+        attach_saved_adapter(self.model, name, folder)
+        self._check_shape(name)
+
+    def _lora_of(self, name: str) -> LoraConfig:
+        return cast(LoraConfig, self.model.peft_config[name])
+
+    def _check_shape(self, name: str) -> None:
+        """The workers have room for adapters of one shape."""
+        own = self._lora_of(name)
+        for key in ("r", "lora_alpha", "target_modules"):
+            if getattr(own, key) != (first := getattr(self._lora, key)):
+                self.model.delete_adapter(name)
+                raise ValueError(f"verl: all adapters need one {key}; the first one's is {first}")
+
+    def save(self, name: str, folder: str | Path) -> None:
+        save_adapter(self.model, name, folder)
+
+    def what_is_trained(self, name: str) -> None:
+        """The model is dense."""
+
+    # ---- log-probs
+
+    def forward(self, rows: Sequence[TrainingRow]) -> list[list[float]]:
+        found: list[list[float]] = [[] for _ in rows]
+        for name, indices in _by_adapter(rows):
+            own = [rows[index] for index in indices]
+            for index, logprobs in zip(indices, self._infer(own, name), strict=True):
+                found[index] = logprobs
+        return found
+
+    def values(self, rows: Sequence[TrainingRow]) -> list[list[float]]:
+        raise ValueError("verl's workers have no value function")
+
+    def with_temperature(self, rows: Sequence[TrainingRow]) -> list[TrainingRow]:
+        done = list(rows)
+        warm = [index for index, row in enumerate(rows) if "temperature" in row.extra]
+        given = [rows[index] for index in warm]
+        at_one = self.forward([_without(row, "temperature") for row in given])
+        for index, *both in zip(warm, self.forward(given), at_one, strict=True):
+            row = rows[index]
+            moved = zip(row.logprobs, *both, strict=True)
+            done[index] = replace(row, logprobs=[q + warm - one for q, warm, one in moved])
+        return done
+
+    def with_reference(
+        self, rows: Sequence[TrainingRow], adapter: str | None = None
+    ) -> list[TrainingRow]:
+        return with_extra(rows, reference=self._infer(rows, adapter))
+
+    def with_proximal(self, rows: Sequence[TrainingRow]) -> list[TrainingRow]:
+        return with_extra(rows, proximal=self.forward(rows))
+
+    def _infer(self, rows: Sequence[TrainingRow], adapter: str | None) -> list[list[float]]:
+        """Compute log-probs under one adapter, or under the base model."""
+        order = shares(rows, self._workers.size)
+        batch = to_batch(rows, order, self._token_budget)
+        more = {"compute_loss": False, "no_lora_adapter": adapter is None}
+        tensordict_utils.assign_non_tensor(batch, **more)
+        self._give(adapter or self.adapters[0])
+        return logprobs_of(rows, order, self._workers.call("infer_batch", batch))
+
+    def _give(self, adapter: str) -> None:
+        """Have the workers compute with an adapter as it is now; start them if there are none."""
+        if not self._workers.running:
+            self._workers.start(self._lora, self._token_budget, self._checkpointing)
+            self._there = None
+        weights = {k: p.detach() for k, p in adapter_parameters(self.model, adapter).items()}
+        bits = sum(int(one.view(torch.int32).sum()) for one in weights.values())
+        if self._there != (adapter, bits):
+            self._workers.call("set_adapter", weights)
+            self._there = adapter, bits
+
+    # ---- learning
+
+    def forward_backward(
+        self,
+        rows: Sequence[TrainingRow],
+        loss: str = "importance_sampling",
+        loss_config: LossConfig | None = None,
+        normalize_by: float | None = None,
+        logprobs_into: list[list[float]] | None = None,
+        *,
+        backward: bool = True,
+    ) -> StepStats:
+        parse_loss_options(loss, loss_config or {})
+        if unknown := {row.adapter for row in rows} - set(self.adapters):
+            raise ValueError(f"rows for {sorted(unknown)}, but this trains {self.adapters}")
+        divisor = normalize_by or max(sum(row.trained for row in rows), 1)
+        function = VerlLoss(loss, loss_config or {}, divisor)
+        parts: list[StepStats] = []
+        for name, indices in _by_adapter(rows):
+            own = [rows[index] for index in indices]
+            order = shares(own, self._workers.size)
+            batch = to_batch(own, order, self._token_budget)
+            self._give(name)
+            self._workers.call("set_loss_fn", function)
+            found = self._workers.call("forward_backward" if backward else "infer_batch", batch)
+            metrics = tensordict_utils.get(found, "metrics")
+            if backward:
+                self._accumulate(name, self._workers.call("take_gradients")[0])
+                if not torch.isfinite(torch.tensor(metrics["loss"])):
+                    self.non_finite.add(name)
+            logprobs = logprobs_of(own, order, found)
+            for index, computed in zip(indices, logprobs, strict=True):
+                if logprobs_into is not None:
+                    logprobs_into[index][:] = computed
+            refused = backward and bool(self.non_finite)
+            sums, counts = sums_of(metrics), count_tokens(own)
+            parts.append(step_stats(metrics["loss"], sums, counts, non_finite=refused))
+        return merged(parts)
+
+    def _accumulate(self, adapter: str, gradients: dict[str, Tensor]) -> None:
+        for key, parameter in self.parameters[adapter].items():
+            if key in gradients:
+                before = 0.0 if parameter.grad is None else parameter.grad
+                parameter.grad = gradients[key] + before
+
+    def finite_rows(
+        self, rows: Sequence[TrainingRow], loss: str, loss_config: LossConfig | None = None
+    ) -> list[int]:
+        return finite_rows(self, rows, loss, loss_config)
+
+    def forward_backward_custom(
+        self, rows: Sequence[TrainingRow], function: CustomLoss[TrainingRow]
+    ) -> tuple[StepStats, dict[str, float]]:
+        return custom_in_two_passes(self, rows, function)
+
+
+def _by_adapter(rows: Sequence[TrainingRow]) -> Iterator[tuple[str, list[int]]]:
+    for name in dict.fromkeys(row.adapter for row in rows):
+        yield name, [index for index, row in enumerate(rows) if row.adapter == name]
+
+
+def _without(row: TrainingRow, column: str) -> TrainingRow:
+    return replace(row, extra={k: v for k, v in row.extra.items() if k != column})

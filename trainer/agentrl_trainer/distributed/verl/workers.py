@@ -1,0 +1,216 @@
+"""verl's workers on the Ray cluster that this process has joined: start them, call them, end them.
+
+verl's controller (https://github.com/verl-project/verl, ``RayWorkerGroup``) places the workers and
+splits batches among them. Imported only when asked for: verl is an optional dependency.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import ray  # pyright: ignore[reportMissingImports]
+import torch
+from peft import LoraConfig
+from ray.util import remove_placement_group  # pyright: ignore[reportMissingImports]
+from torch import nn
+from verl.protocol import DataProtoFuture  # pyright: ignore[reportMissingImports]
+from verl.single_controller.ray import (  # pyright: ignore[reportMissingImports]
+    RayClassWithInitArgs,
+    RayResourcePool,
+    RayWorkerGroup,
+)
+from verl.trainer.config import CheckpointConfig  # pyright: ignore[reportMissingImports]
+from verl.utils.device import (  # pyright: ignore[reportMissingImports]
+    get_device_name,
+    get_resource_name,
+)
+from verl.workers.config import (  # pyright: ignore[reportMissingImports]
+    FSDPEngineConfig,
+    FSDPOptimizerConfig,
+    HFModelConfig,
+    TrainingWorkerConfig,
+)
+
+from agentrl_trainer.distributed.on_ray import said_of
+from agentrl_trainer.distributed.plan import RankError, SetupCall
+from agentrl_trainer.distributed.verl.worker import VerlWorker
+from agentrl_trainer.models.loading import BaseModel, load_facts
+from agentrl_trainer.models.lora import model_without_weights
+from agentrl_trainer.models.sources import ModelError, resolve_model
+
+_PRECISIONS = {"float32": "fp32", "bfloat16": "bf16"}
+
+
+@dataclass
+class VerlWorkers:
+    """Workers that hold the base model ``model``, which this process does not load.
+
+    Raises:
+        ModelError: verl cannot train the model, or not as ``model_options`` say.
+        ValueError: verl has no such option, or not this value of it.
+    """
+
+    model: str
+    model_options: Mapping[str, Any]
+    """Of ``load_base``."""
+    size: int = 1
+    """How many workers there are; on CUDA each has a GPU."""
+    nodes: int = 1
+    """On how many nodes of the cluster they are, equally many on each."""
+    setup: Sequence[SetupCall] = ()
+    """What each calls before anything else, in this order."""
+    engine: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """verl's ``FSDPEngineConfig``."""
+    of_model: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """verl's ``HFModelConfig``."""
+    _group: Any = None
+    _pool: Any = None
+
+    def __post_init__(self) -> None:
+        if self.model_options.get("load_in_4bit"):
+            raise ModelError("load_in_4bit: verl trains over a base in 16 or 32 bits.")
+        if self.size % self.nodes:
+            raise ValueError(
+                f"verl.nodes: {self.size} workers are not equally many on {self.nodes}"
+            )
+        if (engine := self.engine.get("strategy", "fsdp2")) != "fsdp2":
+            raise ValueError(
+                f"verl.engine.strategy: {engine!r} keeps gradients in buffers of its own, where "
+                "adapters cannot be told apart; use fsdp2"
+            )
+
+    def load(self, load: Callable[..., BaseModel]) -> BaseModel:
+        """Load tokenizer and shapes of the base model, in place of its weights."""
+        return load(partial(_without_weights, self.model, self.model_options))
+
+    def learner(self, base: BaseModel, options: Mapping[str, Any]) -> Any:
+        """Make the learner that calls the workers."""
+        from agentrl_trainer.distributed.verl.learner import VerlLearner
+
+        return VerlLearner(self, base, **options)
+
+    @property
+    def running(self) -> bool:
+        return self._group is not None
+
+    def start(self, lora: LoraConfig, token_budget: int, gradient_checkpointing: bool) -> None:
+        """Start the workers; each loads its part of the base model.
+
+        Args:
+            token_budget: tokens of a micro-batch.
+
+        Raises:
+            RankError: the cluster has no place for them, or verl refuses.
+            ValueError: verl has no such option.
+        """
+        if not ray.is_initialized():
+            raise RankError("join a Ray cluster first, by ray.init()")
+        config = self._config(lora, token_budget, gradient_checkpointing)
+        device = get_device_name()
+        wanted = {"CPU": self.size}
+        if device != "cpu":
+            wanted[get_resource_name()] = self.size
+        free = ray.available_resources()
+        if lacking := [kind for kind, count in wanted.items() if free.get(kind, 0) < count]:
+            raise RankError(
+                f"verl's {self.size} workers need {wanted} of the Ray cluster, which has too few "
+                f"free {' and '.join(lacking)}: {free}. Add nodes, or ask for fewer trainers"
+            )
+        self._pool = RayResourcePool(
+            [self.size // self.nodes] * self.nodes, use_gpu=device != "cpu", max_colocate_count=1
+        )
+        made = RayClassWithInitArgs(ray.remote(VerlWorker), config=config, setup=self.setup)
+        try:
+            self._group = RayWorkerGroup(self._pool, made, device_name=device)
+        except ray.exceptions.RayError as error:
+            self.end()
+            raise RankError(f"verl's workers did not start: {said_of(error)}") from error
+        self.call("reset")
+
+    def call(self, name: str, *args: Any) -> Any:
+        """Call a method of all workers.
+
+        Raises:
+            RankError: one of them failed or ended; all of them have ended then.
+        """
+        try:
+            found = getattr(self._group, name)(*args)
+            return found.get() if isinstance(found, DataProtoFuture) else found
+        except ray.exceptions.RayError as error:
+            self.end()
+            raise RankError(f"a worker of verl ended: {said_of(error)}") from error
+
+    def end(self) -> None:
+        """End the workers; ``start`` may start others."""
+        for worker in self._group.workers if self._group else ():
+            ray.kill(worker)
+        for group in (self._pool and self._pool.pgs) or ():
+            remove_placement_group(group)
+        self._group = self._pool = None
+
+    def _config(
+        self, lora: LoraConfig, token_budget: int, gradient_checkpointing: bool
+    ) -> TrainingWorkerConfig:
+        on_cpu = get_device_name() == "cpu"
+        dtype = self.model_options.get("dtype", "auto")
+        precision = _PRECISIONS.get(dtype) or ("fp32" if on_cpu else "bf16")
+        engine = {
+            "strategy": "fsdp2",
+            "model_dtype": precision,
+            "mixed_precision": {"param_dtype": precision, "reduce_dtype": "fp32"},
+            "use_torch_compile": False,  # of the entropy, which is not computed
+            "use_dynamic_bsz": True,
+            "max_token_len_per_gpu": token_budget,
+            "infer_max_token_len_per_gpu": token_budget,
+            **self.engine,
+        }
+        model = {
+            "use_remove_padding": False,
+            "enable_gradient_checkpointing": gradient_checkpointing,
+            "override_config": {"attn_implementation": "sdpa"},
+            **self.of_model,
+            "path": resolve_model(self.model),
+            "trust_remote_code": bool(self.model_options.get("trust_remote_code")),
+            "lora_rank": lora.r,
+            "lora_alpha": lora.lora_alpha,
+            "target_modules": _plain(lora.target_modules),
+        }
+        optimizer = {"lr": 0.0, "total_training_steps": 1, "lr_warmup_steps": 0}
+        return TrainingWorkerConfig(
+            model_type="language_model",
+            model_config=_made(HFModelConfig, "verl.model", model),
+            engine_config=_made(FSDPEngineConfig, "verl.engine", engine),
+            optimizer_config=FSDPOptimizerConfig(**optimizer),
+            checkpoint_config=CheckpointConfig(),
+        )
+
+
+def _made(kind: Callable[..., Any], setting: str, options: Mapping[str, Any]) -> Any:
+    try:
+        return kind(**options)
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ValueError(f"{setting}: verl refuses it: {error}") from error
+
+
+def _plain(targets: Any) -> Any:
+    return targets if isinstance(targets, str) else sorted(targets)
+
+
+def _without_weights(name: str, options: Mapping[str, Any]) -> BaseModel:
+    """Make a base model whose weights have shapes, and no memory."""
+    told = {key: options[key] for key in ("trust_remote_code", "chat_template") if key in options}
+    facts = load_facts(name, **told)
+    if (model := model_without_weights(name)) is None:
+        raise ModelError(f"model: {name!r} is no text model of transformers, which verl needs.")
+    made: dict[int, nn.Parameter] = {}  # a tied weight is one
+    for module in model.modules():
+        for key, weight in module.named_parameters(recurse=False):
+            empty = nn.Parameter(torch.zeros(1).expand(weight.shape), requires_grad=False)
+            setattr(module, key, made.setdefault(id(weight), empty))
+    return BaseModel(
+        tokenizer=facts.tokenizer, context_length=facts.context_length, eos_ids=facts.eos_ids,
+        model=model.eval(), name=name, device=torch.device("cpu"), dtype=torch.float32,
+    )  # fmt: skip
