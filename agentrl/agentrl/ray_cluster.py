@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 def places_of(config: TrainConfig) -> int:
     """Count the places that a run wants on a Ray cluster: of runners, and of trainers."""
     runners = config.rollouts.runners if config.rollouts.runners_on == "ray" else 0
+    if config.run.backend == "verl":
+        return runners + config.learning.trainers
     return runners + (config.learning.trainers - 1) * (config.learning.trainers_on == "ray")
 
 

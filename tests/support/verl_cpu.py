@@ -1,6 +1,6 @@
 """A platform of verl for CPUs with gloo, by verl's plug-in point (``PlatformRegistry``).
 
-    VERL_PLATFORM=cpu VERL_USE_EXTERNAL_MODULES=verl_cpu VERL_ENGINE_DEVICE=cuda
+VERL_PLATFORM=cpu VERL_USE_EXTERNAL_MODULES=verl_cpu VERL_ENGINE_DEVICE=cuda
 """
 
 from __future__ import annotations

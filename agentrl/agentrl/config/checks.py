@@ -40,6 +40,13 @@ _LOCAL_ONLY = {
 }
 """Settings that must keep their defaults over Tinker, and why."""
 
+_NOT_VERL = {
+    "model.load_in_4bit": "its base model has 16 or 32 bits",
+    "learning.trainers_on": "its workers are actors of Ray",
+    "learning.shard_base": "it spreads the base model by its own settings, verl.engine",
+}
+"""Settings that must keep their defaults with verl, and why."""
+
 
 def _changed(config: BaseModel) -> list[str]:
     """Names of the settings that differ from their defaults."""
@@ -109,6 +116,7 @@ def check_train(config: TrainConfig) -> None:
         ),
         "rollouts.stale": (rollouts.max_staleness > 0, "a max_staleness above 0"),
         "tinker": (config.run.backend == "tinker", 'run.backend = "tinker"'),
+        "verl": (config.run.backend == "verl", 'run.backend = "verl"'),
     }  # fmt: skip
     for key in ("level", "low", "high"):
         needs[f"algorithm.correction.{key}"] = corrects, "mode truncate or mask"
@@ -142,6 +150,8 @@ def check_train(config: TrainConfig) -> None:
         check_warmup(config.learning.warmup_steps, config.run.steps)
     if config.run.backend == "tinker":
         _check_tinker(config)
+    if config.run.backend == "verl":
+        _check_verl(config)
 
 
 def check_trainers(model: ModelSettings, learning: LearningSettings) -> None:
@@ -195,6 +205,25 @@ def _check_tinker(config: TrainConfig) -> None:
          "have; choose another"),
         (find_spec("tinker") is None,
          "run.backend: \"tinker\" needs the official SDK: pip install 'tinker>=0.38,<1'"),
+    )  # fmt: skip
+
+
+def _check_verl(config: TrainConfig) -> None:
+    changed, learning, model = _changed(config), config.learning, config.model
+    _refuse(
+        *((name in changed, f'{name}: not with run.backend = "verl": {why}; leave it out')
+          for name, why in _NOT_VERL.items()),
+        (config.algorithm.estimator == "gae",
+         'algorithm.estimator: gae needs a value function, which run.backend = "verl" does not '
+         "have; choose another"),
+        (model.dtype == "float16",
+         'model.dtype: run.backend = "verl" trains in bfloat16 or float32; choose one of them'),
+        (learning.trainers % config.verl.nodes != 0,
+         f"verl.nodes: {learning.trainers} learning.trainers are not equally many on each of "
+         f"{config.verl.nodes}; change one of them"),
+        (find_spec("verl") is None or find_spec("ray") is None,
+         'run.backend: "verl" needs an environment with verl and ray; docs/scale.md says how to '
+         "make it"),
     )  # fmt: skip
 
 

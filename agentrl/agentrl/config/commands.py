@@ -36,7 +36,7 @@ from agentrl.config.settings.gateway import (
     ServeGatewaySettings,
     TrainGatewaySettings,
 )
-from agentrl.config.settings.learning import LearningSettings
+from agentrl.config.settings.learning import LearningSettings, VerlSettings
 from agentrl.config.settings.models import (
     Adapters,
     AdapterSettings,
@@ -172,12 +172,19 @@ class TrainConfig(ScoredCommand):
     sampler: TrainSamplerSettings = TrainSamplerSettings()
     gateway: TrainGatewaySettings = TrainGatewaySettings()
     tinker: TinkerSettings = TinkerSettings()
+    verl: VerlSettings = VerlSettings()
     guards: GuardSettings = GuardSettings()
     run: TrainRunSettings = TrainRunSettings()
 
     @property
     def gateway_count(self) -> int:
         return max(super().gateway_count, self.gateway.gateways, self.sampler.samplers)
+
+    @property
+    def base_parts(self) -> int:
+        """Over how many trainers the base model is spread."""
+        spread = self.learning.shard_base or self.run.backend == "verl"
+        return self.learning.trainers if spread else 1
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -5,9 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from agentrl.config.field_types import Count, NonNegative, Positive, Table, Whole, read_place
+from agentrl.config.field_types import (
+    Count,
+    NonNegative,
+    Positive,
+    Table,
+    Whole,
+    from_json,
+    read_place,
+)
+
+Options = Annotated[dict[str, Any], BeforeValidator(from_json)]
 
 
 class LearningSettings(Table):
@@ -52,3 +62,14 @@ class LearningSettings(Table):
     def _read_place(cls, given: Any) -> Any:
         """Read ``trainers = "ray:4"`` as 4 trainers on Ray."""
         return read_place(given, "trainers")
+
+
+class VerlSettings(Table):
+    """verl's workers, of ``run.backend = "verl"``; ``learning.trainers`` says how many."""
+
+    nodes: Count = 1
+    """Nodes of the Ray cluster that the workers fill, equally many on each."""
+    engine: Options = Field(default_factory=dict[str, Any])
+    """Options of verl's FSDPEngineConfig, such as {param_offload = true}."""
+    model: Options = Field(default_factory=dict[str, Any])
+    """Options of verl's HFModelConfig, such as {use_remove_padding = true}."""

@@ -1,4 +1,4 @@
-"""Make the training clients of a run: one for each adapter, on this machine or on Tinker."""
+"""Make the training clients of a run, one for each adapter: on this machine, verl or Tinker."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from agentrl.capacity import available_cores, trainer_threads
 from agentrl.config.commands import TrainConfig
-from agentrl.config.settings.learning import LearningSettings
+from agentrl.config.settings.learning import LearningSettings, VerlSettings
 from agentrl.config.settings.models import ModelSettings
 from agentrl.ray_cluster import join_or_start, places_of
 from agentrl.runs.folder import RunFolder
@@ -69,7 +69,7 @@ def create_clients(
         config.model, config.learning, folder, note, names=list(config.trained),
         seed=config.run.seed, value=value_params(config), reference=config.algorithm.kl.reference,
         alone=not config.rollouts.max_staleness, setup=[(_ADD_LOSS, (config,))],
-        ray_places=places_of(config),
+        ray_places=places_of(config), verl=config.verl if config.run.backend == "verl" else None,
     )  # fmt: skip
 
 
@@ -87,8 +87,9 @@ def local_clients(
     score: bool = False,
     setup: Sequence[SetupCall] = (),
     ray_places: int = 0,
+    verl: VerlSettings | None = None,
 ) -> TrainingClients:
-    """Create fresh adapters over the base model on this machine, with seeds of their own.
+    """Create fresh adapters over the base model, with seeds of their own.
 
     Args:
         names: of the adapters.
@@ -98,21 +99,24 @@ def local_clients(
         score: the adapters are reward models.
         setup: what other trainers than the first call when they start.
         ray_places: that a Ray cluster which is started here should have.
+        verl: train on verl's workers, not on this machine.
 
     Raises:
         RunError: the trainers cannot start, or have too few GPUs.
     """
-    ranks = {
-        "size": learning.trainers, "launch": learning.trainers_on, "setup": setup,
-        "shard": learning.shard_base,
-    }  # fmt: skip
-    here, gpus = learning.trainers_on == "here", torch.cuda.device_count()
+    ranks: dict[str, Any] = {"size": learning.trainers, "setup": setup}
+    if verl is None:
+        ranks |= {"launch": learning.trainers_on, "shard": learning.shard_base}
+    else:
+        ranks |= {"nodes": verl.nodes, "engine": verl.engine, "of_model": verl.model}
+    here, gpus = verl is None and learning.trainers_on == "here", torch.cuda.device_count()
     if here and choose_device(model.device).type != "cpu" and learning.trainers > max(gpus, 1):
         raise RunError(f"learning.trainers: {learning.trainers} need a GPU each; here are {gpus}")
     if not here:
         join_or_start("learning.trainers", ray_places or learning.trainers)
     service = ServiceClient(
-        folder=folder, device=model.device, dtype=model.dtype, load_in_4bit=model.load_in_4bit,
+        backend="local" if verl is None else "verl", folder=folder,
+        device=model.device, dtype=model.dtype, load_in_4bit=model.load_in_4bit,
         trust_remote_code=model.trust_remote_code, chat_template=model.chat_template,
         token_budget=token_budget_of(model, learning),
         gradient_checkpointing=learning.gradient_checkpointing, value=value, score=score,
@@ -120,9 +124,11 @@ def local_clients(
     )  # fmt: skip
     try:
         clients = create_adapters(service, model.name, learning, names, seed, RunFolder(folder))
+        client = next(iter(clients.values()))
+        if verl is not None:
+            _check_gradient(client, names[0])
     except RankError as error:
         raise RunError(f"learning.trainers: {error}") from error
-    client = next(iter(clients.values()))
     base = client.local(lambda learner: learner.base).result()
     for name, of in clients.items():
         if said := of.local(lambda learner, name=name: learner.what_is_trained(name)).result():
@@ -146,6 +152,17 @@ def local_clients(
     rate = learning.learning_rate or default_learning_rate(parameters, learning.alpha)
     known = service, clients, base.context_length, base.tokenizer, rate
     return TrainingClients(*known, failures=(RankError,))
+
+
+def _check_gradient(client: TrainingClient, name: str) -> None:
+    """Start verl's workers, and ask whether what they compute is a gradient."""
+    from agentrl_trainer.distributed.verl.probe import wrong_gradient
+
+    if wrong := client.local(lambda learner: wrong_gradient(learner, name)).result():
+        raise RunError(
+            f"run.backend: verl does not compute what is trained: {wrong}. Leave out options of "
+            "verl.engine and verl.model, or use another version of verl"
+        )
 
 
 def token_budget_of(model: ModelSettings, learning: LearningSettings) -> int:
