@@ -32,7 +32,7 @@ NEEDS: dict[str, dict[str, int]] = {
     "README.md": {"an environment of its own": 2},
     "docs/rewards.md": {"a running rollout": 1},
     "docs/serving.md": {"llama.cpp and Ollama": 1},
-    "docs/scale.md": {"a cluster": 4},
+    "docs/scale.md": {"a cluster": 4, "an environment of its own": 1},
     "docs/deploy.md": {"Docker": 3, "a cluster": 2},
     "docs/vllm.md": {"a GPU": 3},
     "docs/devices.md": {"a GPU": 1},

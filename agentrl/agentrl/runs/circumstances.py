@@ -14,7 +14,7 @@ from agentrl.runs.folder import RunFolder
 from agentrl_tracer.schemas import Json
 
 _PACKAGES = ("torch", "transformers", "peft", "vllm", "tinker", "litellm", "openai", "crewai",
-             "langgraph", "ray")  # fmt: skip
+             "langgraph", "ray", "verl")  # fmt: skip
 _STARTED, _FAILED = "started.json", "failed.json"
 
 

@@ -82,7 +82,8 @@ def said_of(error: Any) -> str:
     """Return what a ``RayError`` says of an actor, in a line."""
     if isinstance(error, ray.exceptions.RayTaskError):
         return f"{type(error.cause).__name__}: {error.cause}"
-    return (str(error).strip() or type(error).__name__).splitlines()[-1]
+    said = (str(error).strip() or type(error).__name__).splitlines()[-1]
+    return said.partition(" Some common causes")[0]
 
 
 def start_actors(count: int, setup: Sequence[SetupCall], *, gpu: bool) -> list[FollowerActor]:

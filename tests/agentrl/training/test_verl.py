@@ -1,0 +1,84 @@
+"""``--backend verl``: a run whose worker dies, and which goes on here; and what is refused."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from pydantic import ValidationError
+from settings import nested
+from training_run import Run, wait_for
+from verl_on_cpu import ENVIRONMENT
+
+from agentrl.config.commands import TrainConfig
+
+AGENT = Path(__file__).parents[3] / "examples/hello/agent.py"
+GIVEN: dict[str, Any] = {"agent": "a:b", "tasks": Path("t"), "backend": "verl"}
+
+
+@pytest.mark.verl
+@pytest.mark.timeout(400)
+def test_hello_is_learned_though_a_worker_dies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("verl")
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    run = Run(
+        tmp_path, f"{AGENT}:agent", task_count=100, backend="verl", trainers=2, runners=8,
+        rollouts_per_process=50, batch_size=8, group_size=8, steps=16, max_tokens=32,
+    )  # fmt: skip
+    process = run.start()
+    wait_for(run.steps, process, 120)
+    below = psutil.Process(process.pid).children(recursive=True)
+    workers = [one.pid for one in below if "VerlWorker" in " ".join(one.cmdline())]
+    assert len(workers) == 2
+    os.kill(workers[1], signal.SIGKILL)
+    run.finish(process, code=1)
+    assert "verl: a worker of verl ended: " in run.output
+    assert f"continue with --resume {run.folder.root}" in run.output
+    assert "Traceback" not in run.output
+    assert run.processes() == []
+    run.changes = ["--steps", str(len(run.steps()) + 1), "--backend", "local", "--trainers", "1"]
+    run.finish()
+    run.changes = ["--steps", "16", "--backend", "verl", "--trainers", "2"]
+    run.finish()
+    assert [row["step"] for row in run.steps()] == [*range(1, 17)]
+    assert run.accounting().adds_up
+    assert run.folder.read_metrics()[-1]["eval/accuracy"] == 1.0
+    assert run.processes() == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"load_in_4bit": True}, "model.load_in_4bit: not with .*verl.* 16 or 32 bits"),
+        ({"trainers": 2, "shard_base": True}, "learning.shard_base: not with .* by verl.engine"),
+        ({"trainers": "ray:2"}, "learning.trainers_on: not with .* actors of Ray"),
+        ({"estimator": "gae"}, "algorithm.estimator: gae needs a value function"),
+        ({"dtype": "float16"}, "model.dtype: .* trains in bfloat16 or float32"),
+        ({"trainers": 3, "verl_nodes": 2}, "verl.nodes: 3 learning.trainers are not equally many"),
+        ({"verl_engine": "{"}, "verl.engine\n.*not valid JSON"),
+        ({"backend": "local", "verl_nodes": 2}, "verl.nodes: has no effect without run.backend"),
+        ({}, "verl. needs an environment with verl and ray; docs/scale.md"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(
+    settings: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    absent = {"verl", "ray"} if not settings else set[str]()
+    monkeypatch.setattr("agentrl.config.checks.find_spec", lambda name: name not in absent or None)
+    with pytest.raises(ValidationError, match=message):
+        TrainConfig(**nested(**GIVEN | settings))
+
+
+def test_places_of_a_cluster_and_parts_of_the_base(monkeypatch: pytest.MonkeyPatch) -> None:
+    from agentrl.ray_cluster import places_of
+
+    monkeypatch.setattr("agentrl.config.checks.find_spec", lambda name: True)
+    config = TrainConfig(**nested(**GIVEN, trainers=4, runners="ray:3"))
+    assert (places_of(config), config.base_parts) == (7, 4)
