@@ -83,7 +83,7 @@ clients frameworks guards before-rl deployments kills real-model gpu vllm tinker
 
 verl:
 	@$${AGENTRL_TEST_VERL_PYTHON:?names the Python of an environment with verl, see CONTRIBUTING.md} -m pytest \
-		-m verl tests/trainer/distributed/test_verl.py tests/agentrl/training/test_verl.py
+		-W ignore -m verl tests/trainer/distributed/test_verl.py tests/agentrl/training/test_verl.py
 
 mutations: $(VENV)/.dev
 	@$(BIN)/python scripts/mutations.py $(RULES)

@@ -5,7 +5,8 @@
 ``local`` is the embedded sampler and this machine's trainer, once a seed. With the first seed:
 ``stale`` (``rollouts.max_staleness = 1``), ``vllm`` (``--vllm-python``), ``tinker`` (agentrl's own
 server) and ``verl`` (``--verl-python``, two workers on CPUs). Then each scores one batch, the calls
-of the first step of the first local run. Runs stay in ``--runs``; results go to ``results/``.
+of the first step of the first local run. Runs stay in ``--runs``, and are not made again if they
+have ended; results go to ``results/``. Every Python needs what the task's agent imports.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,10 @@ import httpx
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
 from benchmarks.reporting import machine, read_json, table, write_json  # noqa: E402
+from verl_on_cpu import ENVIRONMENT as ON_CPU  # noqa: E402
 
 from agentrl import Datum, ModelInput, ServiceClient  # noqa: E402
 from agentrl.config.commands import ServeConfig  # noqa: E402
@@ -47,10 +49,6 @@ SERVER = "http://127.0.0.1:8791"
 CLOSE = 1e-4
 KINDS = ("local", "stale", "vllm", "tinker", "verl", "batch")
 PHASES = ("rollouts", "update", "checkpoint", "publish")
-ON_CPU = {
-    "VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "verl_cpu", "VERL_ENGINE_DEVICE": "cuda",
-    "PYTHONPATH": str(ROOT / "tests" / "support"), "GLOO_SOCKET_IFNAME": "lo",
-}  # fmt: skip
 Scores = list[list[float]]
 
 
@@ -85,7 +83,6 @@ def train(kind: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     model, config, _ = TASKS[options.task]
     name = f"{options.task}-{kind}-{seed}"
     folder = options.runs / name
-    shutil.rmtree(folder, ignore_errors=True)
     command = [
         options.verl_python if kind == "verl" else sys.executable, "-m", "agentrl", "train",
         "--config", config, "--seed", str(seed), "--runs", str(options.runs), "--name", name,
@@ -101,21 +98,18 @@ def train(kind: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
         command += ["--backend", "tinker", "--tinker.base-url", SERVER]
         env |= {"TINKER_API_KEY": "tml-local"}
     elif kind == "verl":
-        command += ["--backend", "verl", "--trainers", "2", "--agent.python", sys.executable]
+        command += ["--backend", "verl", "--trainers", "2"]
         env |= ON_CPU
-    started = time.perf_counter()
-    if kind == "tinker":
-        with tinker_server(options.runs, model):
+    if not (folder / "summary.json").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        with tinker_server(options.runs, model) if kind == "tinker" else nullcontext():
             subprocess.run(command, check=True, env=env, cwd=ROOT)
-    else:
-        subprocess.run(command, check=True, env=env, cwd=ROOT)
-    seconds = time.perf_counter() - started
     summary = json.loads((folder / "summary.json").read_text())
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {
         "held_out": summary["held_out"],
         "difference": max(row.get("sampler_trainer/max_logprob_difference", 0.0) for row in rows),
-        "seconds": seconds,
+        "seconds": sum(summary["seconds"].values()),
         "phases": {name: summary["seconds"][name] / summary["steps"] for name in PHASES},
     }
 

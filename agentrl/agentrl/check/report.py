@@ -73,7 +73,7 @@ def findings(
     verdict, teaches = signal_finding([*by_task.values()], config)
     rows, update = _rows(mine, adapter, length), None
     step = how.batch_size * how.group_size / count
-    if rows and config.run.backend != "tinker":
+    if rows and config.run.backend == "local":
         found["memory"] = [*memory_findings(config, rows)]
         if found["memory"][0].stops:
             verdict = found["memory"][0]

@@ -13,6 +13,7 @@ from agentrl.config.errors import ConfigError
 from agentrl.config.field_types import names_function
 from agentrl.config.setting_names import flattened
 from agentrl.config.settings.algorithm import AlgorithmSettings, table_of
+from agentrl_trainer.distributed.verl.options import check_options
 from agentrl_trainer.names import check_name
 
 if TYPE_CHECKING:
@@ -22,30 +23,30 @@ if TYPE_CHECKING:
     from agentrl.config.settings.learning import LearningSettings
     from agentrl.config.settings.models import ModelSettings
 
-_LOCAL_ONLY = {
-    "model.device": "the model runs on Tinker",
-    "model.dtype": "the model runs on Tinker, in its own precision",
-    "model.load_in_4bit": "the model runs on Tinker, in its own precision",
-    "sampler.kind": "Tinker samples",
-    "sampler.samplers": "Tinker samples",
-    "sampler.temperature": "Tinker's log-probs are those at temperature 1",
-    "learning.micro_batch_tokens": "Tinker packs its own batches",
-    "learning.gradient_checkpointing": "Tinker manages its own memory",
-    "learning.trainers": "Tinker trains on machines of its own",
-    "learning.trainers_on": "Tinker trains on machines of its own",
-    "learning.shard_base": "Tinker manages its own memory",
-    "learning.alpha": "Tinker's alpha is 32",
-    "learning.init_adapter": "Tinker starts from states that it keeps itself",
-    "algorithm.kl.reference": "over Tinker the reference is the base model",
+_NOT_WITH = {
+    "tinker": {
+        "model.device": "the model runs on Tinker",
+        "model.dtype": "the model runs on Tinker, in its own precision",
+        "model.load_in_4bit": "the model runs on Tinker, in its own precision",
+        "sampler.kind": "Tinker samples",
+        "sampler.samplers": "Tinker samples",
+        "sampler.temperature": "Tinker's log-probs are those at temperature 1",
+        "learning.micro_batch_tokens": "Tinker packs its own batches",
+        "learning.gradient_checkpointing": "Tinker manages its own memory",
+        "learning.trainers": "Tinker trains on machines of its own",
+        "learning.trainers_on": "Tinker trains on machines of its own",
+        "learning.shard_base": "Tinker manages its own memory",
+        "learning.alpha": "Tinker's alpha is 32",
+        "learning.init_adapter": "Tinker starts from states that it keeps itself",
+        "algorithm.kl.reference": "over Tinker the reference is the base model",
+    },
+    "verl": {
+        "model.load_in_4bit": "its base model has 16 or 32 bits",
+        "learning.trainers_on": "its workers are always actors of Ray",
+        "learning.shard_base": "it spreads the base model by its own settings, verl.engine",
+    },
 }
-"""Settings that must keep their defaults over Tinker, and why."""
-
-_NOT_VERL = {
-    "model.load_in_4bit": "its base model has 16 or 32 bits",
-    "learning.trainers_on": "its workers are actors of Ray",
-    "learning.shard_base": "it spreads the base model by its own settings, verl.engine",
-}
-"""Settings that must keep their defaults with verl, and why."""
+"""Settings that must keep their defaults with a backend, and why."""
 
 
 def _changed(config: BaseModel) -> list[str]:
@@ -148,10 +149,8 @@ def check_train(config: TrainConfig) -> None:
     _check_gateways(config)
     if config.run.steps is not None:
         check_warmup(config.learning.warmup_steps, config.run.steps)
-    if config.run.backend == "tinker":
-        _check_tinker(config)
-    if config.run.backend == "verl":
-        _check_verl(config)
+    if config.run.backend != "local":
+        _check_elsewhere(config)
 
 
 def check_trainers(model: ModelSettings, learning: LearningSettings) -> None:
@@ -195,36 +194,28 @@ def check_warmup(warmup_steps: int, steps: int) -> None:
         )
 
 
-def _check_tinker(config: TrainConfig) -> None:
-    changed = _changed(config)
+def _check_elsewhere(config: TrainConfig) -> None:
+    """Check what Tinker and verl do not have."""
+    changed, backend, learning = _changed(config), config.run.backend, config.learning
+    on_verl, nodes = backend == "verl", config.verl.nodes
     _refuse(
-        *((name in changed, f'{name}: not with run.backend = "tinker": {why}; leave it out')
-          for name, why in _LOCAL_ONLY.items()),
+        *((name in changed, f'{name}: not with run.backend = "{backend}": {why}; leave it out')
+          for name, why in _NOT_WITH[backend].items()),
         (config.algorithm.estimator == "gae",
-         'algorithm.estimator: gae needs a value function, which run.backend = "tinker" does not '
-         "have; choose another"),
-        (find_spec("tinker") is None,
+         f'algorithm.estimator: gae needs a value function, which run.backend = "{backend}" does '
+         "not have; choose another"),
+        (backend == "tinker" and find_spec("tinker") is None,
          "run.backend: \"tinker\" needs the official SDK: pip install 'tinker>=0.38,<1'"),
-    )  # fmt: skip
-
-
-def _check_verl(config: TrainConfig) -> None:
-    changed, learning, model = _changed(config), config.learning, config.model
-    _refuse(
-        *((name in changed, f'{name}: not with run.backend = "verl": {why}; leave it out')
-          for name, why in _NOT_VERL.items()),
-        (config.algorithm.estimator == "gae",
-         'algorithm.estimator: gae needs a value function, which run.backend = "verl" does not '
-         "have; choose another"),
-        (model.dtype == "float16",
+        (on_verl and config.model.dtype == "float16",
          'model.dtype: run.backend = "verl" trains in bfloat16 or float32; choose one of them'),
-        (learning.trainers % config.verl.nodes != 0,
-         f"verl.nodes: {learning.trainers} learning.trainers are not equally many on each of "
-         f"{config.verl.nodes}; change one of them"),
-        (find_spec("verl") is None or find_spec("ray") is None,
+        (on_verl and learning.trainers % nodes != 0,
+         f"verl.nodes: {learning.trainers} learning.trainers are not equally many on {nodes}"),
+        (on_verl and None in (find_spec("verl"), find_spec("ray")),
          'run.backend: "verl" needs an environment with verl and ray; docs/scale.md says how to '
          "make it"),
     )  # fmt: skip
+    if on_verl:
+        check_options(config.verl.engine, config.verl.model)
 
 
 def greedy_note(samples: int, temperature: float) -> str | None:

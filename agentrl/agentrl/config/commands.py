@@ -180,12 +180,6 @@ class TrainConfig(ScoredCommand):
     def gateway_count(self) -> int:
         return max(super().gateway_count, self.gateway.gateways, self.sampler.samplers)
 
-    @property
-    def base_parts(self) -> int:
-        """Over how many trainers the base model is spread."""
-        spread = self.learning.shard_base or self.run.backend == "verl"
-        return self.learning.trainers if spread else 1
-
     @model_validator(mode="after")
     def _check(self) -> Self:
         checks.check_train(self)

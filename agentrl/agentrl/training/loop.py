@@ -1,7 +1,7 @@
 """The training loop: roll out, learn, publish, evaluate, until the steps are done.
 
 ``Trainer`` has a method for each stage; a subclass may replace any. It runs over the client API,
-whose backends are this machine and Tinker. ``run.TrainingRun`` wires the parts of a run, and
+whose backends are this machine, verl and Tinker. ``run.TrainingRun`` wires the parts of a run, and
 checkpoints and resumes it.
 """
 

@@ -163,7 +163,7 @@ def _same(name: str, before: Any, after: Any) -> bool:
         if "://" not in before:
             return Path(before).absolute() == Path(after).absolute()
         return without_variables(before) == without_variables(after)  # the same but its password
-    if name == "run.backend":  # the other two keep them in the run's folder, alike
+    if name == "run.backend":  # local and verl keep both in the run's folder
         return before == after or "tinker" not in (before, after)
     if name == "algorithm.estimator" and "gae" not in (before, after):
         return True

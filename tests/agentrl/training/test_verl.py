@@ -15,8 +15,13 @@ from training_run import Run, wait_for
 from verl_on_cpu import ENVIRONMENT
 
 from agentrl.config.commands import TrainConfig
+from agentrl.ray_cluster import places_of
 
 AGENT = Path(__file__).parents[3] / "examples/hello/agent.py"
+LOSS = """
+def loss(tokens):
+    return -tokens.advantages * tokens.log_ratio.exp()
+"""
 GIVEN: dict[str, Any] = {"agent": "a:b", "tasks": Path("t"), "backend": "verl"}
 
 
@@ -28,9 +33,11 @@ def test_hello_is_learned_though_a_worker_dies(
     pytest.importorskip("verl")
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
+    (tmp_path / "own.py").write_text(LOSS)
     run = Run(
         tmp_path, f"{AGENT}:agent", task_count=100, backend="verl", trainers=2, runners=8,
         rollouts_per_process=50, batch_size=8, group_size=8, steps=16, max_tokens=32,
+        loss=f"{tmp_path / 'own.py'}:loss",
     )  # fmt: skip
     process = run.start()
     wait_for(run.steps, process, 120)
@@ -39,7 +46,7 @@ def test_hello_is_learned_though_a_worker_dies(
     assert len(workers) == 2
     os.kill(workers[1], signal.SIGKILL)
     run.finish(process, code=1)
-    assert "verl: a worker of verl ended: " in run.output
+    assert "verl: a worker of verl failed: " in run.output
     assert f"continue with --resume {run.folder.root}" in run.output
     assert "Traceback" not in run.output
     assert run.processes() == []
@@ -63,6 +70,10 @@ def test_hello_is_learned_though_a_worker_dies(
         ({"dtype": "float16"}, "model.dtype: .* trains in bfloat16 or float32"),
         ({"trainers": 3, "verl_nodes": 2}, "verl.nodes: 3 learning.trainers are not equally many"),
         ({"verl_engine": "{"}, "verl.engine\n.*not valid JSON"),
+        ({"verl_engine": {"strategy": "megatron"}}, "verl.engine.strategy: .* use fsdp2"),
+        ({"verl_engine": {"use_dynamic_bsz": False}}, "follows from learning.micro_batch_tokens"),
+        ({"verl_model": {"lora_rank": 4}}, "verl.model.lora_rank: is the adapter's; leave it out"),
+        ({"verl_engine": {"ulysses_sequence_parallel_size": 2}}, "in flash attention only, not in"),
         ({"backend": "local", "verl_nodes": 2}, "verl.nodes: has no effect without run.backend"),
         ({}, "verl. needs an environment with verl and ray; docs/scale.md"),
     ],
@@ -76,9 +87,9 @@ def test_what_it_cannot_do_is_refused(
         TrainConfig(**nested(**GIVEN | settings))
 
 
-def test_places_of_a_cluster_and_parts_of_the_base(monkeypatch: pytest.MonkeyPatch) -> None:
-    from agentrl.ray_cluster import places_of
-
+def test_places_on_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentrl.config.checks.find_spec", lambda name: True)
-    config = TrainConfig(**nested(**GIVEN, trainers=4, runners="ray:3"))
-    assert (places_of(config), config.base_parts) == (7, 4)
+    flash = {"override_config": {"attn_implementation": "flash_attention_2"}}
+    given = {"verl_engine": {"ulysses_sequence_parallel_size": 2}, "verl_model": flash}
+    config = TrainConfig(**nested(**GIVEN | given, trainers=4, runners="ray:3"))
+    assert places_of(config) == 7

@@ -6,12 +6,14 @@ import os
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from ranked_rows import ADAM, MODEL, TINY, distance, groups
+from small_models import qwen3, save_model
 from verl_on_cpu import ENVIRONMENT
 
 from agentrl_trainer.client import ServiceClient
@@ -21,41 +23,41 @@ from agentrl_trainer.learner.prepare_batch import RefusedRows
 from agentrl_trainer.models.loading import load_base
 from agentrl_trainer.models.sources import ModelError
 
-pytest.importorskip("verl")
-os.environ |= ENVIRONMENT  # verl reads it once, when it is imported
+if find_spec("verl") is None:
+    pytest.skip("make verl", allow_module_level=True)
+os.environ |= ENVIRONMENT  # verl reads it when it is imported
 
 import ray  # pyright: ignore[reportMissingImports]
+from ray.util import placement_group_table  # pyright: ignore[reportMissingImports]
 
+from agentrl_trainer.distributed import on_ray
 from agentrl_trainer.distributed.plan import RankError
-from agentrl_trainer.distributed.verl.learner import VerlLearner
+from agentrl_trainer.distributed.verl.learner import VerlLearner, VerlTrainers
 from agentrl_trainer.distributed.verl.probe import wrong_gradient
-from agentrl_trainer.distributed.verl.workers import VerlWorkers
 
 pytestmark = [
     pytest.mark.verl,
     pytest.mark.timeout(300),
-    pytest.mark.filterwarnings("ignore"),  # verl's and Ray's own
 ]
 TWO: dict[str, Any] = {"adapters": ("a", "b"), "rank": 8, "seed": 1}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    ray.init(address="local", include_dashboard=False, num_cpus=4, log_to_driver=False)
+    ray.init(address="local", include_dashboard=False, num_cpus=8, log_to_driver=False)
     yield
     ray.shutdown()
 
 
-def learner_over(workers: VerlWorkers, options: dict[str, Any]) -> VerlLearner:
+def learner_over(workers: VerlTrainers, options: dict[str, Any]) -> VerlLearner:
     return workers.learner(workers.load(lambda load: load()), options)
 
 
 @pytest.fixture(scope="module", params=[1, 3])
 def both(request: pytest.FixtureRequest) -> Iterator[tuple[Learner, VerlLearner]]:
-    """A learner, and one on verl's workers, for whom rows of one adapter are too few; tests do the
-    same with both."""
+    """A learner, and one on verl's workers. Tests do the same with both."""
     torch.set_num_threads(1)
-    workers = VerlWorkers(TINY, MODEL, request.param)
+    workers = VerlTrainers(TINY, MODEL, request.param)
     options = TWO | {"token_budget": 100}
     yield Learner(load_base(TINY, **MODEL), **options), learner_over(workers, options)
     workers.end()
@@ -131,11 +133,44 @@ def test_the_gradient_is_that_of_the_loss(both: tuple[Learner, VerlLearner]) -> 
     assert all(torch.equal(before[key], now) for key, now in verl.state_dict().items())
 
 
-def test_rows_without_padding(both: tuple[Learner, VerlLearner]) -> None:
-    workers = VerlWorkers(TINY, MODEL, of_model={"use_remove_padding": True})
-    packed = learner_over(workers, TWO)
-    packed.load_state_dict(both[0].state_dict())
-    assert apart(packed.forward(rows_of(7)), both[0].forward(rows_of(7))) < 1e-4
+@pytest.mark.parametrize(
+    ("size", "engine", "of_model", "options"),
+    [
+        (1, {}, {"use_remove_padding": False}, {}),
+        (4, {"fsdp_size": 2}, {}, {}),  # HSDP: the base model twice
+        (2, {"param_offload": True, "reshard_after_forward": False}, {}, {}),
+        (1, {}, {}, {"gradient_checkpointing": True}),
+    ],
+    ids=["padded", "hsdp", "offloaded", "recomputed"],
+)
+def test_verls_own_settings_change_no_result(
+    size: int, engine: dict[str, Any], of_model: dict[str, Any], options: dict[str, Any]
+) -> None:
+    workers = VerlTrainers(TINY, MODEL, size, engine=engine, of_model=of_model)
+    verl = learner_over(workers, TWO | options)
+    one = Learner(load_base(TINY, **MODEL), **TWO)
+    for seed in range(2):
+        before = [of.forward(rows_of(seed)) for of in (one, verl)]
+        assert apart(*before) < 1e-4
+        for of in (one, verl):
+            of.forward_backward(rows_of(seed), "ppo")
+            of.optim_step(ADAM)
+    assert apart(*(of.forward(rows_of(2)) for of in (one, verl))) < 1e-4
+    assert distance(one, verl) < 1e-5
+    workers.end()
+
+
+def test_training_computes_without_dropout_and_in_half_precision(tmp_path: Path) -> None:
+    model = qwen3()
+    model.config.attention_dropout = 0.5
+    save_model(model, tmp_path)
+    workers = VerlTrainers(str(tmp_path), {"device": "cpu", "dtype": "bfloat16"})
+    verl, rows = learner_over(workers, TWO), rows_of(3)
+    into = [[0.0] * len(row.tokens) for row in rows]
+    verl.forward_backward(rows, "ppo", logprobs_into=into)
+    assert apart(into, verl.forward(rows)) < 1e-4
+    verl.discard_gradients()
+    assert wrong_gradient(verl, "a") is None
     workers.end()
 
 
@@ -163,7 +198,7 @@ def test_a_client_resumes_bit_for_bit_and_others_are_started_for_a_dead_worker(
         workers = training.local(lambda learner: learner._workers._group.workers).result()
         pid = ray.get(workers[1].__ray_call__.remote(lambda _: os.getpid()))
         os.kill(pid, signal.SIGKILL)
-        with pytest.raises(RankError, match=r"a worker of verl ended: .*died"):
+        with pytest.raises(RankError, match=r"a worker of verl failed: .*died"):
             training.forward(groups(0, adapters=("policy",))).result()
         assert service.restore_checkpoint(tmp_path / "saved").result().checkpoint
         again = steps(training, range(2, 4))
@@ -176,21 +211,33 @@ def test_a_client_resumes_bit_for_bit_and_others_are_started_for_a_dead_worker(
         torch.testing.assert_close(here[key], value, rtol=1e-3, atol=1e-4, msg=key)
 
 
-def test_what_verl_cannot_do_is_refused(both: tuple[Learner, VerlLearner]) -> None:
+def test_what_verl_cannot_do_is_refused(
+    both: tuple[Learner, VerlLearner], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ModelError, match="load_in_4bit"):
-        VerlWorkers(TINY, MODEL | {"load_in_4bit": True})
+        VerlTrainers(TINY, MODEL | {"load_in_4bit": True})
     with pytest.raises(ValueError, match=r"verl\.engine\.strategy: 'megatron' .* use fsdp2"):
-        VerlWorkers(TINY, MODEL, engine={"strategy": "megatron"})
-    with pytest.raises(ValueError, match=r"verl\.nodes: 3 workers do not fill 2 alike"):
-        VerlWorkers(TINY, MODEL, 3, nodes=2)
+        VerlTrainers(TINY, MODEL, engine={"strategy": "megatron"})
+    with pytest.raises(ValueError, match=r"verl\.nodes: 3 workers are not equally many on 2"):
+        VerlTrainers(TINY, MODEL, 3, nodes=2)
     with pytest.raises(ValueError, match="no value functions"):
-        learner_over(VerlWorkers(TINY, MODEL), {"value": 1})
-    odd = learner_over(VerlWorkers(TINY, MODEL, engine={"shards": 2}), TWO)
+        learner_over(VerlTrainers(TINY, MODEL), {"value": 1})
+    with pytest.raises(ModelError, match="not in float16"):
+        VerlTrainers(TINY, MODEL | {"dtype": "float16"})
+    odd = learner_over(VerlTrainers(TINY, MODEL, engine={"shards": 2}), TWO)
     with pytest.raises(ValueError, match=r"verl\.engine: verl refuses it: .*'shards'"):
         odd.forward(rows_of(1))
-    with pytest.raises(RankError, match=r"workers need .* which has too few free CPU"):
-        learner_over(VerlWorkers(TINY, MODEL, 9), TWO).forward(rows_of(1))
+    monkeypatch.setattr(on_ray, "_PLACE_S", 1)
+    with pytest.raises(RankError, match="no place for 9 trainers, 9 of them on one node, each"):
+        learner_over(VerlTrainers(TINY, MODEL, 9), TWO).forward(rows_of(1))
+    none = learner_over(VerlTrainers(TINY, MODEL, of_model={"layers": 2}), TWO)
+    with pytest.raises(ValueError, match=r"verl\.model: verl refuses it: "):
+        none.forward(rows_of(1))
     _, verl = both
+    places = [one for one in placement_group_table().values() if one["state"] == "CREATED"]
+    assert len(places) <= 1  # of the fixture's workers
+    with pytest.raises(ValueError, match="there is no adapter 'typo'"):
+        verl.with_reference(rows_of(1), "typo")
     with pytest.raises(ValueError, match="all adapters need one r; the first one's is 8"):
         verl.add_adapter("c", rank=4)
     [row, *_] = groups(1)

@@ -22,7 +22,7 @@ from agentrl_trainer.models.loading import BaseModel
 from agentrl_trainer.models.lora_targets import adaptable
 
 
-class Others(Protocol):
+class TrainingProcesses(Protocol):
     """Processes that train with this one, or in place of it: its followers, or verl's workers."""
 
     def load(self, load: Callable[..., BaseModel]) -> BaseModel:
@@ -48,14 +48,14 @@ class LocalBase:
         name: str,
         load: Callable[..., BaseModel],
         learner_options: Mapping[str, Any],
-        others: Others | None = None,
+        processes: TrainingProcesses | None = None,
     ) -> None:
         self.name = name
         self.worker = OperationThread(f"agentrl-train-{name}")
         self.adaptable: list[str] = []
         """Paths of the base's linear layers and experts, once it is loaded for training."""
         self._load = load
-        self._learner_options, self._others = learner_options, others
+        self._learner_options, self._processes = learner_options, processes
         self._lock = threading.Lock()
         self._training: BaseModel | None = None
         self._engine: SamplerEngine | None = None
@@ -95,15 +95,15 @@ class LocalBase:
         """Add an adapter to the learner, or make the learner with it; on the worker."""
         if self._learner is None:
             base, options = self.training, {"adapters": (name,), **lora, **self._learner_options}
-            if self._others is None:
+            if self._processes is None:
                 self._learner = Learner(base, **options)
             else:
-                self._learner = cast(Learner, self._others.learner(base, options))
+                self._learner = cast(Learner, self._processes.learner(base, options))
         else:
             self._learner.add_adapter(name, **lora)
 
     def _load_for_training(self) -> BaseModel:
-        return self._load() if self._others is None else self._others.load(self._load)
+        return self._load() if self._processes is None else self._processes.load(self._load)
 
     def serve(self, folder: Folder) -> str:
         """Load a PEFT folder into the sampler; return the name it has there."""
@@ -120,8 +120,8 @@ class LocalBase:
                 self._engine.unload_adapter(name)
 
     def close(self) -> None:
-        if self._others is not None:
-            self.worker.submit(self._others.end).result()
+        if self._processes is not None:
+            self.worker.submit(self._processes.end).result()
         self.worker.shutdown()
         if self._engine is not None:
             self._engine.stop()

@@ -54,7 +54,7 @@ from agentrl_trainer.names import TINY_MODEL, check_name
 
 _TINKER = "agentrl_trainer.client.tinker.service:TinkerServiceClient"  # a subclass of ServiceClient
 
-_VERL = "agentrl_trainer.distributed.verl.workers:VerlWorkers"
+_VERL = "agentrl_trainer.distributed.verl.learner:VerlTrainers"
 
 
 class ServiceClient:
@@ -174,13 +174,13 @@ class ServiceClient:
     def _base(self, name: str) -> LocalBase:
         with self._lock:
             if name not in self._bases:
-                others = None
+                processes = None
                 if self._on_verl:
-                    others = _verl()(name, self._model_options, **self._ranks)
+                    processes = _verl()(name, self._model_options, **self._ranks)
                 elif self._ranks["size"] > 1:
-                    others = Followers(RankPlan(name, self._model_options, **self._ranks))
+                    processes = Followers(RankPlan(name, self._model_options, **self._ranks))
                 load = partial(self._load, name)
-                self._bases[name] = LocalBase(name, load, self._learner_options, others)
+                self._bases[name] = LocalBase(name, load, self._learner_options, processes)
             return self._bases[name]
 
     def _load(self, name: str, load: Callable[[], BaseModel] | None = None) -> BaseModel:

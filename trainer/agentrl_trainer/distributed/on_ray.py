@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray  # pyright: ignore[reportMissingImports]
@@ -78,6 +78,36 @@ class FollowerActor:
         remove_placement_group(self._group)  # of all of them, which end together
 
 
+def placed(count: int, place: Mapping[str, float], *, nodes: int | None = None) -> list[Any]:
+    """Reserve places for trainers.
+
+    Args:
+        place: what each of them needs.
+        nodes: on so many nodes, equally many on each; by default wherever there is room.
+
+    Returns:
+        Ray's placement group of each node; one without ``nodes``.
+
+    Raises:
+        RankError: the cluster has no room for them, or this process is in none.
+    """
+    if not ray.is_initialized():
+        raise RankError("join a Ray cluster first, by ray.init()")
+    parts, strategy = nodes or 1, "STRICT_PACK" if nodes else "PACK"
+    groups = [placement_group([dict(place)] * (count // parts), strategy) for _ in range(parts)]
+    ready, _ = ray.wait([one.ready() for one in groups], num_returns=parts, timeout=_PLACE_S)
+    if len(ready) == parts:
+        return groups
+    for one in groups:
+        remove_placement_group(one)
+    together = f", {count // parts} of them on one node," if nodes else ""
+    raise RankError(
+        f"the Ray cluster has no place for {count} trainers{together} each with "
+        f"{' and '.join(f'1 {kind}' for kind in place)}; free are {ray.available_resources()}. "
+        "Add nodes, or ask for fewer trainers or runners"
+    )
+
+
 def said_of(error: Any) -> str:
     """Return what a ``RayError`` says of an actor, in a line."""
     if isinstance(error, ray.exceptions.RayTaskError):
@@ -92,17 +122,7 @@ def start_actors(count: int, setup: Sequence[SetupCall], *, gpu: bool) -> list[F
     Raises:
         RankError: the cluster has no place for them, or this process is in none.
     """
-    if not ray.is_initialized():
-        raise RankError("join a Ray cluster first, by ray.init()")
-    place = {"CPU": 1, **({"GPU": 1} if gpu else {})}
-    group = placement_group([place] * count, strategy="PACK")
-    if not ray.wait([group.ready()], timeout=_PLACE_S)[0]:
-        remove_placement_group(group)
-        raise RankError(
-            f"the Ray cluster has no place for {count} more trainers, each with "
-            f"{' and '.join(f'1 {kind}' for kind in place)}; free are {ray.available_resources()}. "
-            "Add nodes, or ask for fewer trainers or runners"
-        )
+    [group] = placed(count, {"CPU": 1, **({"GPU": 1} if gpu else {})})
     where = PlacementGroupSchedulingStrategy(group)
     kind = ray.remote(num_cpus=1, num_gpus=int(gpu), scheduling_strategy=where)(_Actor)
     search = [folder for folder in sys.path if folder]

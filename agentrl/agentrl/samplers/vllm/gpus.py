@@ -46,7 +46,7 @@ def _free_share(config: ModelCommand, device: torch.device) -> float:
     parts = estimate_memory(
         model.name, cached=0, adapters=len(config.trained), **how,
         tokens=learning.micro_batch_tokens or fitting_token_budget(model.name, **how),
-        parts=config.base_parts,
+        parts=learning.trainers if learning.shard_base else 1,
     )  # fmt: skip
     if parts is None:
         return _UNKNOWN

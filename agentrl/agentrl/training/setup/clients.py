@@ -128,7 +128,7 @@ def local_clients(
         if verl is not None:
             _check_gradient(client, names[0])
     except RankError as error:
-        raise RunError(f"learning.trainers: {error}") from error
+        raise RunError(f"{'run.backend' if verl else 'learning.trainers'}: {error}") from error
     base = client.local(lambda learner: learner.base).result()
     for name, of in clients.items():
         if said := of.local(lambda learner, name=name: learner.what_is_trained(name)).result():

@@ -11,7 +11,7 @@ when a worker dies no weight is lost.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -23,8 +23,16 @@ from verl.utils import tensordict_utils  # pyright: ignore[reportMissingImports]
 
 from agentrl_trainer.data.packing import count_tokens
 from agentrl_trainer.data.training_row import TrainingRow, with_extra
+from agentrl_trainer.distributed.plan import RankError
 from agentrl_trainer.distributed.ranks import custom_in_two_passes
-from agentrl_trainer.distributed.verl.rows import VerlLoss, logprobs_of, shares, sums_of, to_batch
+from agentrl_trainer.distributed.verl.rows import (
+    VerlLoss,
+    logprobs_of,
+    shares,
+    sums_of,
+    temperatures_of,
+    to_batch,
+)
 from agentrl_trainer.distributed.verl.workers import VerlWorkers
 from agentrl_trainer.learner.learner import default_token_budget
 from agentrl_trainer.learner.loss_options import AdamParams, LossConfig, parse_loss_options
@@ -42,6 +50,10 @@ from agentrl_trainer.models.lora import (
 )
 from agentrl_trainer.models.sources import ModelError
 
+_SHAPE = (
+    "r", "lora_alpha", "target_modules", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"
+)  # fmt: skip
+
 
 class VerlLearner(AdapterOptimizers):
     """Adapters in training, which verl's workers compute with; see ``Learner``, whose methods and
@@ -50,7 +62,7 @@ class VerlLearner(AdapterOptimizers):
     Raises:
         ValueError: an option that verl's workers do not have.
         RankError: by a call during which a worker failed. Gradients that no ``optim_step`` has
-            applied are lost then; the next call starts other workers.
+            applied are dropped then; the next call starts other workers.
     """
 
     why_not_shared = "verl computes each row by itself"
@@ -114,7 +126,7 @@ class VerlLearner(AdapterOptimizers):
     def _check_shape(self, name: str) -> None:
         """The workers have room for adapters of one shape."""
         own = self._lora_of(name)
-        for key in ("r", "lora_alpha", "target_modules"):
+        for key in _SHAPE:
             if getattr(own, key) != (first := getattr(self._lora, key)):
                 self.model.delete_adapter(name)
                 raise ValueError(f"verl: all adapters need one {key}; the first one's is {first}")
@@ -136,17 +148,17 @@ class VerlLearner(AdapterOptimizers):
         return found
 
     def values(self, rows: Sequence[TrainingRow]) -> list[list[float]]:
-        raise ValueError("verl's workers have no value function")
+        raise ValueError("verl's workers have no value functions")
 
     def with_temperature(self, rows: Sequence[TrainingRow]) -> list[TrainingRow]:
-        done = list(rows)
-        warm = [index for index, row in enumerate(rows) if "temperature" in row.extra]
+        done, warm = list(rows), [i for i, t in enumerate(temperatures_of(rows)) if t != 1.0]
         given = [rows[index] for index in warm]
-        at_one = self.forward([_without(row, "temperature") for row in given])
-        for index, *both in zip(warm, self.forward(given), at_one, strict=True):
-            row = rows[index]
-            moved = zip(row.logprobs, *both, strict=True)
-            done[index] = replace(row, logprobs=[q + warm - one for q, warm, one in moved])
+        plain = [replace(row, extra={**row.extra, "temperature": _ones(row)}) for row in given]
+        both = zip(warm, self.forward(given), self.forward(plain), strict=True)
+        for index, moved, before in both:
+            each = zip(rows[index].logprobs, moved, before, strict=True)
+            logprobs = [old + new - at_one for old, new, at_one in each]
+            done[index] = replace(rows[index], logprobs=logprobs)
         return done
 
     def with_reference(
@@ -159,23 +171,38 @@ class VerlLearner(AdapterOptimizers):
 
     def _infer(self, rows: Sequence[TrainingRow], adapter: str | None) -> list[list[float]]:
         """Compute log-probs under one adapter, or under the base model."""
-        order = shares(rows, self._workers.size)
-        batch = to_batch(rows, order, self._token_budget)
+        if not rows:
+            return []
+        order, batch = self._batch(rows)
         more = {"compute_loss": False, "no_lora_adapter": adapter is None}
         tensordict_utils.assign_non_tensor(batch, **more)
         self._give(adapter or self.adapters[0])
-        return logprobs_of(rows, order, self._workers.call("infer_batch", batch))
+        return logprobs_of(rows, order, self._call("infer_batch", batch))
+
+    def _batch(self, rows: Sequence[TrainingRow]) -> tuple[list[int | None], Any]:
+        parts = self._workers.sequence_parts
+        order = shares(rows, self._workers.size // parts)
+        return order, to_batch(rows, order, self._token_budget, parts)
 
     def _give(self, adapter: str) -> None:
         """Have the workers compute with an adapter as it is now; start them if there are none."""
+        if adapter not in (known := self.model.peft_config):
+            raise ValueError(f"there is no adapter {adapter!r}; there are {[*known]}")
         if not self._workers.running:
-            self._workers.start(self._lora, self._token_budget, self._checkpointing)
+            self._workers.start(self._lora, self._checkpointing)
             self._there = None
         weights = {k: p.detach() for k, p in adapter_parameters(self.model, adapter).items()}
         bits = sum(int(one.view(torch.int32).sum()) for one in weights.values())
         if self._there != (adapter, bits):
-            self._workers.call("set_adapter", weights)
+            self._call("set_adapter", weights)
             self._there = adapter, bits
+
+    def _call(self, name: str, *args: Any) -> Any:
+        try:
+            return self._workers.call(name, *args)
+        except RankError:
+            self.discard_gradients()
+            raise
 
     # ---- learning
 
@@ -197,14 +224,13 @@ class VerlLearner(AdapterOptimizers):
         parts: list[StepStats] = []
         for name, indices in _by_adapter(rows):
             own = [rows[index] for index in indices]
-            order = shares(own, self._workers.size)
-            batch = to_batch(own, order, self._token_budget)
+            order, batch = self._batch(own)
             self._give(name)
-            self._workers.call("set_loss_fn", function)
-            found = self._workers.call("forward_backward" if backward else "infer_batch", batch)
+            self._call("set_loss_fn", function)
+            found = self._call("forward_backward" if backward else "infer_batch", batch)
             metrics = tensordict_utils.get(found, "metrics")
             if backward:
-                self._accumulate(name, self._workers.call("take_gradients")[0])
+                self._accumulate(name, self._call("take_gradients")[0])
                 if not torch.isfinite(torch.tensor(metrics["loss"])):
                     self.non_finite.add(name)
             logprobs = logprobs_of(own, order, found)
@@ -233,10 +259,18 @@ class VerlLearner(AdapterOptimizers):
         return custom_in_two_passes(self, rows, function)
 
 
+class VerlTrainers(VerlWorkers):
+    """verl's workers, as a client's base model starts them."""
+
+    def learner(self, base: BaseModel, options: Mapping[str, Any]) -> VerlLearner:
+        """Make the learner that calls the workers."""
+        return VerlLearner(self, base, **options)
+
+
 def _by_adapter(rows: Sequence[TrainingRow]) -> Iterator[tuple[str, list[int]]]:
     for name in dict.fromkeys(row.adapter for row in rows):
         yield name, [index for index, row in enumerate(rows) if row.adapter == name]
 
 
-def _without(row: TrainingRow, column: str) -> TrainingRow:
-    return replace(row, extra={k: v for k, v in row.extra.items() if k != column})
+def _ones(row: TrainingRow) -> list[float]:
+    return [1.0] * len(row.tokens)

@@ -1,7 +1,7 @@
 """Ask a learner whether its gradient is that of its loss, before a training relies on it.
 
-Settings of verl change who computes which tokens, and by what the sum is divided afterwards. A
-gradient that is twice as large, or a mean over each row, would train all the same, otherwise.
+With other settings, verl divides a loss by something else, or adds up other parts of it. Training
+goes on with such a gradient, so nobody would notice.
 """
 
 from __future__ import annotations
@@ -21,31 +21,37 @@ _APART = 1.5
 def wrong_gradient(learner: Any, adapter: str) -> str | None:
     """Return how a learner's gradient differs from its loss's; None if it does not.
 
-    The loss, a sum over the tokens of rows of unequal length, should change along its gradient g by
-    ``|g|^2`` times the step: central differences, from forward passes alone.
+    The loss is minus the sum of log-probs, of tokens in rows of unequal length. Steps along its
+    gradient g, forward and backward, should change it by ``|g|^2`` times their length (central
+    differences), which forward passes tell.
 
     Args:
         learner: has the methods of a ``Learner``.
-        adapter: of the learner; its weights are the same afterwards.
+        adapter: of the learner. Meanwhile its B matrices are zero; afterwards it is as before.
     """
-    rows = _rows(adapter)
-    learner.forward_backward(rows, "cross_entropy", None, 1.0)
-    weights = [one for one in learner.parameters[adapter].values() if one.grad is not None]
-    slopes = [one.grad.clone() for one in weights]
-    learner.discard_gradients([adapter])
-    square = sum(float(slope.square().sum()) for slope in slopes)
-    if not 0 < square < math.inf:
-        return f"the square of its gradient's norm is {square:g}"
-    before = [one.detach().clone() for one in weights]
-    losses: list[float] = []
-    for step in (_MOVE / square, -_MOVE / square):
-        for one, old, slope in zip(weights, before, slopes, strict=True):
-            one.data.copy_(old + step * slope)
-        stats = learner.forward_backward(rows, "cross_entropy", None, 1.0, backward=False)
-        losses.append(stats.loss)
-    for one, old in zip(weights, before, strict=True):
-        one.data.copy_(old)
-    ratio = 2 * _MOVE / (losses[0] - losses[1])
+    rows, own = _rows(adapter), learner.parameters[adapter]
+    before = {key: one.detach().clone() for key, one in own.items()}
+    try:
+        for key, one in own.items():
+            if "lora_B" in key or "lora_embedding_B" in key:
+                one.data.zero_()
+        at = {key: one.detach().clone() for key, one in own.items()}
+        learner.forward_backward(rows, "cross_entropy", None, 1.0)
+        slopes = {key: one.grad.clone() for key, one in own.items() if one.grad is not None}
+        square = sum(float(slope.square().sum()) for slope in slopes.values())
+        if not 0 < square < math.inf:
+            return f"the square of its gradient's norm is {square:g}"
+        losses: list[float] = []
+        for step in (_MOVE / square, -_MOVE / square):
+            for key, slope in slopes.items():
+                own[key].data.copy_(at[key] + step * slope)
+            losses.append(-sum(map(sum, learner.forward(rows))))
+    finally:
+        learner.discard_gradients([adapter])
+        for key, one in own.items():
+            one.data.copy_(before[key])
+    moved = losses[0] - losses[1]
+    ratio = 2 * _MOVE / moved if moved else math.inf
     if 1 / _APART <= ratio <= _APART:
         return None
     return f"its gradient is {ratio:.2g} times that of its loss, a sum over the tokens of all rows"

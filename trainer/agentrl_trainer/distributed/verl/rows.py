@@ -21,25 +21,32 @@ _SUM = "sum/"
 """Prefix of what a loss sums, among verl's metrics."""
 
 
-def shares(rows: Sequence[TrainingRow], workers: int) -> list[int | None]:
-    """Order rows so that verl's split, in equal numbers, gives each worker as many tokens.
+def shares(rows: Sequence[TrainingRow], parts: int) -> list[int | None]:
+    """Order rows so that verl's split into ``parts`` of equal length gives each of them about as
+    many tokens.
 
     Returns:
         Indices of rows. None stands for a row that trains nothing.
     """
     by_length = sorted(range(len(rows)), key=lambda index: -len(rows[index].tokens))
-    filled: list[int | None] = [*by_length, *[None] * (-len(rows) % workers)]
-    return [index for worker in range(workers) for index in filled[worker::workers]]
+    filled: list[int | None] = [*by_length, *[None] * (-len(rows) % parts)]
+    return [index for part in range(parts) for index in filled[part::parts]]
 
 
 def to_batch(
-    rows: Sequence[TrainingRow], order: Sequence[int | None], token_budget: int
+    rows: Sequence[TrainingRow],
+    order: Sequence[int | None],
+    token_budget: int,
+    sequence_parts: int = 1,
 ) -> TensorDict:
     """Make verl's batch: columns [rows, jagged], aligned with the tokens of each row.
 
+    Args:
+        token_budget: of a micro-batch, on each of ``sequence_parts`` workers that share a row.
+
     Raises:
         ValueError: some rows have a column that others lack.
-        RefusedRows: a row has tokens that were sampled at different temperatures.
+        RefusedRows: as ``temperatures_of``.
     """
     blank = TrainingRow([0, 0], [False] * 2, [0.0] * 2, [0.0] * 2)
     given = [blank if index is None else rows[index] for index in order]
@@ -57,17 +64,15 @@ def to_batch(
     tensors["loss_mask"] = tensors["loss_mask"].to(torch.int64)
     tensors["input_ids"] = _jagged([row.tokens for row in given], torch.int64)
     tensors["position_ids"] = _jagged([range(length) for length in lengths], torch.int64)
-    temperatures = [_temperature(row) for row in given]
-    warm = {*temperatures} != {1.0}
-    return tensordict_utils.get_tensordict(
-        tensors | ({"temperature": torch.tensor(temperatures)} if warm else {}),
-        {
-            "use_dynamic_bsz": True,
-            "max_token_len_per_gpu": max(token_budget, *lengths),
-            "pad_mode": "no_padding",
-            **({} if warm else {"temperature": 1.0}),
-        },
-    )
+    options: dict[str, Any] = {"use_dynamic_bsz": True, "pad_mode": "no_padding"}
+    options["max_token_len_per_gpu"] = max(token_budget, -(-max(lengths) // sequence_parts))
+    temperatures = temperatures_of(rows)
+    if len({*temperatures}) == 1:  # verl's fused kernels know no other way
+        options["temperature"] = temperatures[0]
+    else:
+        each = [1.0 if index is None else temperatures[index] for index in order]
+        tensors["temperature"] = torch.tensor(each)
+    return tensordict_utils.get_tensordict(tensors, options)
 
 
 def _jagged(rows: Iterable[Sequence[float]], dtype: torch.dtype) -> Tensor:
@@ -75,15 +80,23 @@ def _jagged(rows: Iterable[Sequence[float]], dtype: torch.dtype) -> Tensor:
     return torch.nested.as_nested_tensor(each, layout=torch.jagged)
 
 
-def _temperature(row: TrainingRow) -> float:
-    column = row.extra.get("temperature", [1.0] * len(row.tokens))
-    found = {value for value, on in zip(column, row.mask, strict=True) if on} or {1.0}
-    if len(found) > 1:
-        raise RefusedRows(
-            f"verl computes a row at one temperature, and one has {sorted(found)}: ask for the "
-            "same one in all calls of a rollout"
-        )
-    return found.pop()
+def temperatures_of(rows: Sequence[TrainingRow]) -> list[float]:
+    """Return the temperature of each row.
+
+    Raises:
+        RefusedRows: the tokens of a row were sampled at different ones.
+    """
+    each: list[float] = []
+    for row in rows:
+        column = row.extra.get("temperature", [1.0] * len(row.tokens))
+        found = {value for value, on in zip(column, row.mask, strict=True) if on} or {1.0}
+        if len(found) > 1:
+            raise RefusedRows(
+                f"verl computes a row at one temperature, and one has {sorted(found)}: ask for the "
+                "same one in all calls of a rollout"
+            )
+        each.append(found.pop())
+    return each
 
 
 def logprobs_of(

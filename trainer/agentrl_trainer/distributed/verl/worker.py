@@ -7,12 +7,15 @@ whichever adapter it is given, and the learner keeps the rest.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pkgutil import resolve_name
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers.modeling_layers import GradientCheckpointingLayer
 from verl.single_controller.base.decorator import (  # pyright: ignore[reportMissingImports]
     Dispatch,
     register,
@@ -35,13 +38,10 @@ class VerlWorker(TinkerTrainingWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def reset(self) -> None:
-        """Load the model, and turn off dropout: verl computes gradients in training mode."""
+        """Load the model. It stays in evaluation mode, without dropout, when verl trains."""
         self.engine.initialize()
-        for module in self.engine.module.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
-            if hasattr(module, "attention_dropout"):
-                module.attention_dropout = 0.0  # type: ignore[assignment]
+        module, again = self.engine.module, self.model_config.enable_gradient_checkpointing
+        module.train = partial(_train, module, again)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def set_adapter(self, weights: Mapping[str, Tensor]) -> None:
@@ -50,10 +50,10 @@ class VerlWorker(TinkerTrainingWorker):
         Raises:
             ValueError: verl's adapter has other tensors.
         """
-        own = self._adapter()
-        if odd := sorted(own.keys() ^ weights.keys()):
-            raise ValueError(f"verl adapts other layers: {len(odd)} tensors differ, {odd[:3]} ...")
         with self.engine.train_mode(zero_grad_on_exit=True), torch.no_grad():
+            own = self._adapter()
+            if odd := sorted(own.keys() ^ weights.keys()):
+                raise ValueError(f"verl adapts other layers: {len(odd)} differ, {odd[:3]} ...")
             for key, parameter in own.items():
                 whole: Tensor = weights[key].to(parameter.device, parameter.dtype)
                 if isinstance(parameter, DTensor):
@@ -63,8 +63,8 @@ class VerlWorker(TinkerTrainingWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_gradients(self) -> dict[str, Tensor]:
-        """Return the adapter's gradients of all rows, in float32, and forget them; those of the
-        first worker count."""
+        """Return the adapter's gradients of all rows, in float32, and forget them. Rank 0 returns
+        them; other ranks return nothing."""
         found: dict[str, Tensor] = {}
         with self.engine.train_mode(zero_grad_on_exit=True):
             for key, parameter in self._adapter().items():
@@ -74,4 +74,16 @@ class VerlWorker(TinkerTrainingWorker):
         return found if self.rank == 0 else {}
 
     def _adapter(self) -> dict[str, nn.Parameter]:
+        for module in self.engine.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # else its parameters may be copies
         return adapter_parameters(self.engine.module, "default")
+
+
+def _train(module: nn.Module, again: bool, mode: bool = True) -> nn.Module:
+    """Let only layers know of training, where they compute ``again`` in the backward."""
+    nn.Module.train(module, False)
+    for layer in module.modules():
+        if again and isinstance(layer, GradientCheckpointingLayer):
+            layer.training = mode
+    return module

@@ -1,6 +1,6 @@
 """verl's workers on the Ray cluster that this process has joined: start them, call them, end them.
 
-verl's controller (https://github.com/verl-project/verl, ``RayWorkerGroup``) places the workers and
+verl's controller (https://github.com/verl-project/verl, ``RayWorkerGroup``) sets the workers up and
 splits batches among them. Imported only when asked for: verl is an optional dependency.
 """
 
@@ -34,8 +34,9 @@ from verl.workers.config import (  # pyright: ignore[reportMissingImports]
     TrainingWorkerConfig,
 )
 
-from agentrl_trainer.distributed.on_ray import said_of
+from agentrl_trainer.distributed.on_ray import placed, said_of
 from agentrl_trainer.distributed.plan import RankError, SetupCall
+from agentrl_trainer.distributed.verl.options import check_options
 from agentrl_trainer.distributed.verl.worker import VerlWorker
 from agentrl_trainer.models.loading import BaseModel, load_facts
 from agentrl_trainer.models.lora import model_without_weights
@@ -49,82 +50,67 @@ class VerlWorkers:
     """Workers that hold the base model ``model``, which this process does not load.
 
     Raises:
-        ModelError: verl cannot train the model, or not as ``model_options`` say.
-        ValueError: verl has no such option, or not this value of it.
+        ModelError: verl cannot train the model as ``model_options`` say.
+        ValueError: an option of verl cannot be given, see ``options.check_options``.
     """
 
     model: str
     model_options: Mapping[str, Any]
     """Of ``load_base``."""
     size: int = 1
-    """How many workers there are; on CUDA each has a GPU."""
+    """How many workers there are; each has a GPU, unless VERL_PLATFORM names another platform."""
     nodes: int = 1
     """On how many nodes of the cluster they are, equally many on each."""
     setup: Sequence[SetupCall] = ()
     """What each calls before anything else, in this order."""
     engine: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """verl's ``FSDPEngineConfig``."""
+    """Options of verl's ``FSDPEngineConfig``."""
     of_model: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """verl's ``HFModelConfig``."""
+    """Options of verl's ``HFModelConfig``."""
     _group: Any = None
-    _pool: Any = None
+    _places: list[Any] = field(default_factory=list[Any])
 
     def __post_init__(self) -> None:
         if self.model_options.get("load_in_4bit"):
             raise ModelError("load_in_4bit: verl trains over a base in 16 or 32 bits.")
+        if self.model_options.get("dtype") == "float16":
+            raise ModelError("dtype: verl trains in bfloat16 or float32 here, not in float16.")
         if self.size % self.nodes:
             raise ValueError(
                 f"verl.nodes: {self.size} workers are not equally many on {self.nodes}"
             )
-        if (engine := self.engine.get("strategy", "fsdp2")) != "fsdp2":
-            raise ValueError(
-                f"verl.engine.strategy: {engine!r} keeps gradients in buffers of its own, where "
-                "adapters cannot be told apart; use fsdp2"
-            )
+        check_options(self.engine, self.of_model)
 
     def load(self, load: Callable[..., BaseModel]) -> BaseModel:
         """Load tokenizer and shapes of the base model, in place of its weights."""
         return load(partial(_without_weights, self.model, self.model_options))
 
-    def learner(self, base: BaseModel, options: Mapping[str, Any]) -> Any:
-        """Make the learner that calls the workers."""
-        from agentrl_trainer.distributed.verl.learner import VerlLearner
-
-        return VerlLearner(self, base, **options)
+    @property
+    def sequence_parts(self) -> int:
+        """How many workers share each row (Ulysses, arXiv:2309.14509)."""
+        return self.engine.get("ulysses_sequence_parallel_size", 1)
 
     @property
     def running(self) -> bool:
         return self._group is not None
 
-    def start(self, lora: LoraConfig, token_budget: int, gradient_checkpointing: bool) -> None:
+    def start(self, lora: LoraConfig, gradient_checkpointing: bool) -> None:
         """Start the workers; each loads its part of the base model.
 
-        Args:
-            token_budget: tokens of a micro-batch.
-
         Raises:
-            RankError: the cluster has no place for them, or verl refuses.
+            RankError: the cluster has no place for them, or verl fails.
             ValueError: verl has no such option.
         """
-        if not ray.is_initialized():
-            raise RankError("join a Ray cluster first, by ray.init()")
-        config = self._config(lora, token_budget, gradient_checkpointing)
         device = get_device_name()
-        wanted = {"CPU": self.size}
-        if device != "cpu":
-            wanted[get_resource_name()] = self.size
-        free = ray.available_resources()
-        if lacking := [kind for kind, count in wanted.items() if free.get(kind, 0) < count]:
-            raise RankError(
-                f"verl's {self.size} workers need {wanted} of the Ray cluster, which has too few "
-                f"free {' and '.join(lacking)}: {free}. Add nodes, or ask for fewer trainers"
-            )
-        self._pool = RayResourcePool(
-            [self.size // self.nodes] * self.nodes, use_gpu=device != "cpu", max_colocate_count=1
-        )
-        made = RayClassWithInitArgs(ray.remote(VerlWorker), config=config, setup=self.setup)
+        config = self._config(lora, gradient_checkpointing, on_cpu=device == "cpu")
+        place = {"CPU": 1, **({} if device == "cpu" else {get_resource_name(): 1})}
+        self._places = placed(self.size, place, nodes=self.nodes)
+        each = [self.size // self.nodes] * self.nodes
         try:
-            self._group = RayWorkerGroup(self._pool, made, device_name=device)
+            pool = RayResourcePool(each, device != "cpu", max_colocate_count=1)
+            pool.pgs = self._places
+            made = RayClassWithInitArgs(ray.remote(VerlWorker), config, self.setup)
+            self._group = RayWorkerGroup(pool, made, device_name=device)
         except ray.exceptions.RayError as error:
             self.end()
             raise RankError(f"verl's workers did not start: {said_of(error)}") from error
@@ -134,56 +120,54 @@ class VerlWorkers:
         """Call a method of all workers.
 
         Raises:
-            RankError: one of them failed or ended; all of them have ended then.
+            RankError: one of them failed; all of them have ended then.
         """
         try:
             found = getattr(self._group, name)(*args)
             return found.get() if isinstance(found, DataProtoFuture) else found
         except ray.exceptions.RayError as error:
             self.end()
-            raise RankError(f"a worker of verl ended: {said_of(error)}") from error
+            raise RankError(f"a worker of verl failed: {said_of(error)}") from error
 
     def end(self) -> None:
         """End the workers; ``start`` may start others."""
         for worker in self._group.workers if self._group else ():
             ray.kill(worker)
-        for group in (self._pool and self._pool.pgs) or ():
-            remove_placement_group(group)
-        self._group = self._pool = None
+        for place in self._places:
+            remove_placement_group(place)
+        self._group, self._places = None, []
 
     def _config(
-        self, lora: LoraConfig, token_budget: int, gradient_checkpointing: bool
+        self, lora: LoraConfig, gradient_checkpointing: bool, *, on_cpu: bool
     ) -> TrainingWorkerConfig:
-        on_cpu = get_device_name() == "cpu"
-        dtype = self.model_options.get("dtype", "auto")
-        precision = _PRECISIONS.get(dtype) or ("fp32" if on_cpu else "bf16")
+        precision = _PRECISIONS.get(self.model_options.get("dtype", "auto"))
+        precision = precision or ("fp32" if on_cpu else "bf16")
         engine = {
             "strategy": "fsdp2",
             "model_dtype": precision,
             "mixed_precision": {"param_dtype": precision, "reduce_dtype": "fp32"},
             "use_torch_compile": False,  # of the entropy, which is not computed
-            "use_dynamic_bsz": True,
-            "max_token_len_per_gpu": token_budget,
-            "infer_max_token_len_per_gpu": token_budget,
             **self.engine,
         }
         model = {
-            "use_remove_padding": False,
-            "enable_gradient_checkpointing": gradient_checkpointing,
-            "override_config": {"attn_implementation": "sdpa"},
+            # Padding is no part of the tokens that a micro-batch may have.
+            "use_remove_padding": True,
             **self.of_model,
+            "override_config": {
+                "attn_implementation": "sdpa", **self.of_model.get("override_config", {})
+            },
+            "enable_gradient_checkpointing": gradient_checkpointing,
             "path": resolve_model(self.model),
             "trust_remote_code": bool(self.model_options.get("trust_remote_code")),
             "lora_rank": lora.r,
             "lora_alpha": lora.lora_alpha,
             "target_modules": _plain(lora.target_modules),
-        }
-        optimizer = {"lr": 0.0, "total_training_steps": 1, "lr_warmup_steps": 0}
+        }  # fmt: skip
         return TrainingWorkerConfig(
             model_type="language_model",
             model_config=_made(HFModelConfig, "verl.model", model),
             engine_config=_made(FSDPEngineConfig, "verl.engine", engine),
-            optimizer_config=FSDPOptimizerConfig(**optimizer),
+            optimizer_config=FSDPOptimizerConfig(total_training_steps=1, lr_warmup_steps=0),
             checkpoint_config=CheckpointConfig(),
         )
 
