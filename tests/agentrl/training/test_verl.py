@@ -64,7 +64,10 @@ def test_hello_is_learned_though_a_worker_dies(
     ("settings", "message"),
     [
         ({"load_in_4bit": True}, "model.load_in_4bit: not with .*verl.* 16 or 32 bits"),
-        ({"trainers": 2, "shard_base": True}, "learning.shard_base: not with .* by verl.engine"),
+        (
+            {"trainers": 2, "shard_base": True},
+            "learning.shard_base: not with .* settings, verl.engine",
+        ),
         ({"trainers": "ray:2"}, "learning.trainers_on: not with .* actors of Ray"),
         ({"estimator": "gae"}, "algorithm.estimator: gae needs a value function"),
         ({"dtype": "float16"}, "model.dtype: .* trains in bfloat16 or float32"),

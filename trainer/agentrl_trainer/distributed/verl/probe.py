@@ -62,7 +62,7 @@ def _rows(adapter: str) -> list[TrainingRow]:
     draw, rows = random.Random(0), list[TrainingRow]()
     for length in (3, 17, 6, 30):
         tokens = [draw.randrange(10, 90) for _ in range(4 + length)]
-        mask = [False] * 4 + [draw.random() < 0.7 for _ in range(length)]
+        mask = [False] * 4 + [draw.random() < 0.7 for _ in range(length - 1)] + [True]
         even = [float(on) for on in mask]
         rows.append(TrainingRow(tokens, mask, [0.0] * len(tokens), even, adapter))
     return rows
