@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import ray  # pyright: ignore[reportMissingImports]
 import torch
 from peft import LoraConfig
 from torch import Tensor
@@ -194,7 +195,7 @@ class VerlLearner(AdapterOptimizers):
         weights = {k: p.detach() for k, p in adapter_parameters(self.model, adapter).items()}
         bits = sum(int(one.view(torch.int32).sum()) for one in weights.values())
         if self._there != (adapter, bits):
-            self._call("set_adapter", weights)
+            self._call("set_adapter", ray.put(weights))  # sent once to each node
             self._there = adapter, bits
 
     def _call(self, name: str, *args: Any) -> Any:
