@@ -145,11 +145,12 @@ def check_train(config: TrainConfig) -> None:
          "guards.on_collapse: roll_back goes back to the step with the best held-out accuracy; "
          "give evaluation.tasks, or set it to stop"),
     )  # fmt: skip
-    check_trainers(config.model, config.learning)
     _check_gateways(config)
     if config.run.steps is not None:
         check_warmup(config.learning.warmup_steps, config.run.steps)
-    if config.run.backend != "local":
+    if config.run.backend == "local":
+        check_trainers(config.model, config.learning)
+    else:
         _check_elsewhere(config)
 
 
@@ -196,8 +197,8 @@ def check_warmup(warmup_steps: int, steps: int) -> None:
 
 def _check_elsewhere(config: TrainConfig) -> None:
     """Check what Tinker and verl do not have."""
-    changed, backend, learning = _changed(config), config.run.backend, config.learning
-    on_verl, nodes = backend == "verl", config.verl.nodes
+    changed, backend = _changed(config), config.run.backend
+    on_verl = backend == "verl"
     _refuse(
         *((name in changed, f'{name}: not with run.backend = "{backend}": {why}; leave it out')
           for name, why in _NOT_WITH[backend].items()),
@@ -206,16 +207,13 @@ def _check_elsewhere(config: TrainConfig) -> None:
          "not have; choose another"),
         (backend == "tinker" and find_spec("tinker") is None,
          "run.backend: \"tinker\" needs the official SDK: pip install 'tinker>=0.38,<1'"),
-        (on_verl and config.model.dtype == "float16",
-         'model.dtype: run.backend = "verl" trains in bfloat16 or float32; choose one of them'),
-        (on_verl and learning.trainers % nodes != 0,
-         f"verl.nodes: {learning.trainers} learning.trainers are not equally many on {nodes}"),
         (on_verl and None in (find_spec("verl"), find_spec("ray")),
          'run.backend: "verl" needs an environment with verl and ray; docs/scale.md says how to '
          "make it"),
     )  # fmt: skip
     if on_verl:
-        check_options(config.verl.engine, config.verl.model)
+        workers, verl = config.learning.trainers, config.verl
+        check_options(workers, verl.nodes, config.model.dtype, verl.engine, verl.model)
 
 
 def greedy_note(samples: int, temperature: float) -> str | None:

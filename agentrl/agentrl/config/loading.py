@@ -183,7 +183,8 @@ def _from_here_one(value: Any) -> Any:
 
 
 def _resumed(command: type[Table], folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of the run to resume, without the options of what another loss replaces."""
+    """The settings of the run to resume, without the options of a loss, an estimator or a backend
+    that another one replaces."""
     path = folder / "config.json"
     if not path.is_file():
         raise ConfigError(f"resume: {str(folder)!r} is no run folder: it has no config.json")
@@ -211,6 +212,11 @@ def _resumed(command: type[Table], folder: Path, given: Mapping[str, Any]) -> di
     for what in ("loss", "estimator"):
         if given.get("algorithm", {}).get(what, algorithm[what]) != algorithm[what]:
             algorithm.pop(table_of(algorithm[what]), None)
+    backend = settings["run"].get("backend")
+    if given.get("run", {}).get("backend", backend) != backend:
+        settings.pop("verl", None)
+        for name in ("trainers_on", "shard_base"):
+            settings["learning"].pop(name, None)
     return settings
 
 

@@ -15,7 +15,9 @@ from settings import changed, dotted, nested
 
 from agentrl.config.commands import TrainConfig
 from agentrl.config.errors import ConfigError
+from agentrl.config.loading import load
 from agentrl.config.setting_names import flattened
+from agentrl.config.settings.learning import VerlSettings
 from agentrl.runs.folder import RunFolder
 from agentrl.training.resume import check_resume, go_back
 from agentrl.training.session import Session
@@ -96,9 +98,26 @@ def test_what_may_change_is_told(tmp_path: Path) -> None:
     assert resumed_with(folder, model=str(tmp_path / "link")).keys() == {"model.name"}
 
 
+def test_a_run_goes_on_with_verl_and_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentrl.config.checks.find_spec", lambda name: True)
+    options = {"verl_nodes": 2, "verl_engine": {"param_offload": True}}
+    for name, own, other in (
+        ("verl", {"backend": "verl", "trainers": 2} | options, "local"),
+        ("local", {"trainers": "ray:2", "shard_base": True}, "verl"),
+    ):
+        folder = started(tmp_path / name, **own)
+        config = load(TrainConfig, ["--resume", str(folder.root), "--backend", other])
+        assert check_resume(folder, config, TASKS, [])["run.backend"] == (name, other)
+        assert config.verl == VerlSettings()
+        assert not config.learning.shard_base
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
+        ({"backend": "tinker"}, ["run.backend: ", "with local, not tinker"]),
         ({"model": "/other"}, ["model.name: ", "agentrl-tiny, not /other", "leave --model.name"]),
         ({"rank": 8}, ["learning.rank: ", "with 32, not 8", "leave --learning.rank"]),
         ({"alpha": 8.0}, ["alpha: ", "with 32.0, not 8.0"]),

@@ -79,5 +79,5 @@ def test_what_an_actor_says_at_its_end_is_told() -> None:
 
 def test_a_full_cluster_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_ray, "_PLACE_S", 1)
-    with pytest.raises(RankError, match="the Ray cluster has no place for 7 trainers each"):
+    with pytest.raises(RankError, match="the Ray cluster has no place for 7 trainers, each"):
         ranks_of(RankPlan(TINY, MODEL, 8, shard=True, launch="ray"), FIRST)

@@ -160,18 +160,30 @@ def test_verls_own_settings_change_no_result(
     workers.end()
 
 
-def test_training_computes_without_dropout_and_in_half_precision(tmp_path: Path) -> None:
+@pytest.mark.parametrize("again", [False, True])
+def test_training_computes_without_dropout_and_in_half_precision(
+    tmp_path: Path, again: bool
+) -> None:
     model = qwen3()
     model.config.attention_dropout = 0.5
     save_model(model, tmp_path)
     workers = VerlTrainers(str(tmp_path), {"device": "cpu", "dtype": "bfloat16"})
-    verl, rows = learner_over(workers, TWO), rows_of(3)
+    verl, rows = learner_over(workers, TWO | {"gradient_checkpointing": again}), rows_of(3)
     into = [[0.0] * len(row.tokens) for row in rows]
     verl.forward_backward(rows, "ppo", logprobs_into=into)
     assert apart(into, verl.forward(rows)) < 1e-4
     verl.discard_gradients()
     assert wrong_gradient(verl, "a") is None
+    [trained] = ray.get([one.__ray_call__.remote(in_training) for one in workers._group.workers])
+    assert trained == ({"Qwen3DecoderLayer"} if again else set())
     workers.end()
+
+
+def in_training(worker: Any) -> set[str]:
+    """The kinds of modules that are in training mode while verl trains."""
+    with worker.engine.train_mode():
+        modules = worker.engine.module.modules()
+        return {type(one).__name__.removeprefix("FSDP") for one in modules if one.training}
 
 
 def test_a_client_resumes_bit_for_bit_and_others_are_started_for_a_dead_worker(
@@ -218,24 +230,24 @@ def test_what_verl_cannot_do_is_refused(
         VerlTrainers(TINY, MODEL | {"load_in_4bit": True})
     with pytest.raises(ValueError, match=r"verl\.engine\.strategy: 'megatron' .* use fsdp2"):
         VerlTrainers(TINY, MODEL, engine={"strategy": "megatron"})
-    with pytest.raises(ValueError, match=r"verl\.nodes: 3 workers are not equally many on 2"):
+    with pytest.raises(ValueError, match=r"verl\.nodes: 3 learning\.trainers do not fill 2 alike"):
         VerlTrainers(TINY, MODEL, 3, nodes=2)
     with pytest.raises(ValueError, match="no value functions"):
         learner_over(VerlTrainers(TINY, MODEL), {"value": 1})
-    with pytest.raises(ModelError, match="not in float16"):
+    with pytest.raises(ValueError, match="trains in bfloat16 or float32"):
         VerlTrainers(TINY, MODEL | {"dtype": "float16"})
     odd = learner_over(VerlTrainers(TINY, MODEL, engine={"shards": 2}), TWO)
     with pytest.raises(ValueError, match=r"verl\.engine: verl refuses it: .*'shards'"):
         odd.forward(rows_of(1))
     monkeypatch.setattr(on_ray, "_PLACE_S", 1)
-    with pytest.raises(RankError, match="no place for 9 trainers, 9 of them on one node, each"):
+    with pytest.raises(RankError, match=r"no place for 9 trainers, 9 of them on one node"):
         learner_over(VerlTrainers(TINY, MODEL, 9), TWO).forward(rows_of(1))
     none = learner_over(VerlTrainers(TINY, MODEL, of_model={"layers": 2}), TWO)
     with pytest.raises(ValueError, match=r"verl\.model: verl refuses it: "):
         none.forward(rows_of(1))
     _, verl = both
-    places = [one for one in placement_group_table().values() if one["state"] == "CREATED"]
-    assert len(places) <= 1  # of the fixture's workers
+    places = [one for one in placement_group_table().values() if one["state"] != "REMOVED"]
+    assert len(places) == verl._workers.running
     with pytest.raises(ValueError, match="there is no adapter 'typo'"):
         verl.with_reference(rows_of(1), "typo")
     with pytest.raises(ValueError, match="all adapters need one r; the first one's is 8"):
@@ -244,6 +256,9 @@ def test_what_verl_cannot_do_is_refused(
     mixed = replace(row, extra={"temperature": [0.5, *[1.0] * (len(row.tokens) - 2), 0.7]})
     with pytest.raises(RefusedRows, match=r"one has \[0\.7, 1\.0\]"):
         verl.with_temperature([mixed])
+    with pytest.raises(ValueError, match="kl_coef needs the reference's log-probs"):
+        verl.forward_backward([row], "ppo", {"kl_coef": 0.1})
+    assert verl._workers.running
     with pytest.raises(ValueError, match="some rows have 'proximal'"):
         verl.forward_backward([row, *verl.with_proximal([row])], "ppo")
 

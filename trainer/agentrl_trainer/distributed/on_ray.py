@@ -83,10 +83,10 @@ def placed(count: int, place: Mapping[str, float], *, nodes: int | None = None) 
 
     Args:
         place: what each of them needs.
-        nodes: on so many nodes, equally many on each; by default wherever there is room.
+        nodes: in so many equal parts, each of them on one node; by default wherever there is room.
 
     Returns:
-        Ray's placement group of each node; one without ``nodes``.
+        Ray's placement group of each part; a single one without ``nodes``.
 
     Raises:
         RankError: the cluster has no room for them, or this process is in none.
@@ -100,18 +100,20 @@ def placed(count: int, place: Mapping[str, float], *, nodes: int | None = None) 
         return groups
     for one in groups:
         remove_placement_group(one)
-    together = f", {count // parts} of them on one node," if nodes else ""
+    together = f", {count // parts} of them on one node (verl.nodes)" if nodes else ""
     raise RankError(
-        f"the Ray cluster has no place for {count} trainers{together} each with "
+        f"the Ray cluster has no place for {count} trainers{together}, each with "
         f"{' and '.join(f'1 {kind}' for kind in place)}; free are {ray.available_resources()}. "
         "Add nodes, or ask for fewer trainers or runners"
     )
 
 
 def said_of(error: Any) -> str:
-    """Return what a ``RayError`` says of an actor, in a line."""
+    """Return what an error of Ray, or one that it brings from an actor, says in a line."""
     if isinstance(error, ray.exceptions.RayTaskError):
-        return f"{type(error.cause).__name__}: {error.cause}"
+        error = error.cause
+    if not isinstance(error, ray.exceptions.RayError):
+        return f"{type(error).__name__}: {error}"
     said = (str(error).strip() or type(error).__name__).splitlines()[-1]
     return said.partition(" Some common causes")[0]
 

@@ -49,7 +49,7 @@ class LearningSettings(Table):
     prefixes as remain; lower saves memory. By default 4096; on CUDA 16384, or what fits."""
     trainers: Annotated[int, Field(ge=1, le=1024)] = 1
     """Processes that compute an update together, on CUDA each on a GPU. With ray:4, one runs here
-    and three on Ray."""
+    and three on Ray; with `run.backend = "verl"` all are workers on Ray."""
     trainers_on: Literal["here", "ray"] = "here"
     """Run the others on this machine, or as actors of a Ray cluster."""
     shard_base: bool = False
@@ -68,7 +68,7 @@ class VerlSettings(Table):
     """verl's workers, of ``run.backend = "verl"``; ``learning.trainers`` says how many."""
 
     nodes: Count = 1
-    """Nodes of the Ray cluster that the workers fill, equally many on each."""
+    """Equal parts in which the workers are placed; those of a part are on one node."""
     engine: Options = Field(default_factory=dict[str, Any])
     """Options of verl's FSDPEngineConfig, such as {param_offload = true}."""
     model: Options = Field(default_factory=dict[str, Any])

@@ -35,8 +35,8 @@ class TrainRunSettings(NewRunSettings):
     steps: Count | None = None
     """Optimizer steps; by default one pass over the tasks."""
     backend: Literal["local", "verl", "tinker"] = "local"
-    """What trains: this machine, verl's workers on Ray, or Tinker, which samples, too. Tinker needs
-    the extra `tinker` and TINKER_API_KEY; verl an environment of its own."""
+    """What trains: this machine, verl's workers on Ray, or Tinker. Tinker also samples, and needs
+    the extra `tinker` and TINKER_API_KEY. verl needs an environment of its own."""
     store: Store | None = None
     """Store: a path or PostgreSQL URL; by default a file in the run folder. os.environ/NAME stands
     for a password in the environment: postgresql://me:os.environ/NAME@host/agentrl."""

@@ -102,7 +102,7 @@ def local_clients(
         verl: train on verl's workers, not on this machine.
 
     Raises:
-        RunError: the trainers cannot start, or have too few GPUs.
+        RunError: the trainers cannot start, have too few GPUs, or compute something else.
     """
     ranks: dict[str, Any] = {"size": learning.trainers, "setup": setup}
     if verl is None:
@@ -118,7 +118,7 @@ def local_clients(
         backend="local" if verl is None else "verl", folder=folder,
         device=model.device, dtype=model.dtype, load_in_4bit=model.load_in_4bit,
         trust_remote_code=model.trust_remote_code, chat_template=model.chat_template,
-        token_budget=token_budget_of(model, learning),
+        token_budget=learning.micro_batch_tokens if verl else token_budget_of(model, learning),
         gradient_checkpointing=learning.gradient_checkpointing, value=value, score=score,
         trainers=ranks,
     )  # fmt: skip

@@ -11,8 +11,9 @@ when a worker dies no weight is lost.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +22,7 @@ import torch
 from peft import LoraConfig
 from torch import Tensor
 from verl.utils import tensordict_utils  # pyright: ignore[reportMissingImports]
+from verl.utils.device import get_device_name  # pyright: ignore[reportMissingImports]
 
 from agentrl_trainer.data.packing import count_tokens
 from agentrl_trainer.data.training_row import TrainingRow, with_extra
@@ -61,7 +63,7 @@ class VerlLearner(AdapterOptimizers):
     options these are.
 
     Raises:
-        ValueError: an option that verl's workers do not have.
+        ValueError: ``value`` or ``score``, which verl's workers do not have.
         RankError: by a call during which a worker failed. Gradients that no ``optim_step`` has
             applied are dropped then; the next call starts other workers.
     """
@@ -89,7 +91,7 @@ class VerlLearner(AdapterOptimizers):
             raise ValueError("verl's workers have no value functions and no reward models")
         self.base = base
         self._workers, self._checkpointing = workers, gradient_checkpointing
-        self._token_budget = token_budget or default_token_budget("cpu")
+        self._token_budget = token_budget or default_token_budget(get_device_name())
         self.model = attach_adapter(base, adapters[0], lora_config(rank, alpha, targets), seed)
         self._lora = self._lora_of(adapters[0])
         if self._lora.rank_pattern or self._lora.target_parameters:
@@ -136,17 +138,12 @@ class VerlLearner(AdapterOptimizers):
         save_adapter(self.model, name, folder)
 
     def what_is_trained(self, name: str) -> None:
-        """The model is dense."""
+        """Return None: the model is dense."""
 
     # ---- log-probs
 
     def forward(self, rows: Sequence[TrainingRow]) -> list[list[float]]:
-        found: list[list[float]] = [[] for _ in rows]
-        for name, indices in _by_adapter(rows):
-            own = [rows[index] for index in indices]
-            for index, logprobs in zip(indices, self._infer(own, name), strict=True):
-                found[index] = logprobs
-        return found
+        return self._infer(rows, [row.adapter for row in rows])
 
     def values(self, rows: Sequence[TrainingRow]) -> list[list[float]]:
         raise ValueError("verl's workers have no value functions")
@@ -154,41 +151,51 @@ class VerlLearner(AdapterOptimizers):
     def with_temperature(self, rows: Sequence[TrainingRow]) -> list[TrainingRow]:
         done, warm = list(rows), [i for i, t in enumerate(temperatures_of(rows)) if t != 1.0]
         given = [rows[index] for index in warm]
-        plain = [replace(row, extra={**row.extra, "temperature": _ones(row)}) for row in given]
-        both = zip(warm, self.forward(given), self.forward(plain), strict=True)
-        for index, moved, before in both:
+        ones = [[1.0] * len(row.tokens) for row in given]
+        at_one = self.forward(with_extra(given, temperature=ones))
+        for index, moved, before in zip(warm, self.forward(given), at_one, strict=True):
             each = zip(rows[index].logprobs, moved, before, strict=True)
-            logprobs = [old + new - at_one for old, new, at_one in each]
+            logprobs = [old + new - plain for old, new, plain in each]
             done[index] = replace(rows[index], logprobs=logprobs)
         return done
 
     def with_reference(
         self, rows: Sequence[TrainingRow], adapter: str | None = None
     ) -> list[TrainingRow]:
-        return with_extra(rows, reference=self._infer(rows, adapter))
+        return with_extra(rows, reference=self._infer(rows, [adapter] * len(rows)))
 
     def with_proximal(self, rows: Sequence[TrainingRow]) -> list[TrainingRow]:
         return with_extra(rows, proximal=self.forward(rows))
 
-    def _infer(self, rows: Sequence[TrainingRow], adapter: str | None) -> list[list[float]]:
-        """Compute log-probs under one adapter, or under the base model."""
-        if not rows:
-            return []
-        order, batch = self._batch(rows)
-        more = {"compute_loss": False, "no_lora_adapter": adapter is None}
-        tensordict_utils.assign_non_tensor(batch, **more)
-        self._give(adapter or self.adapters[0])
-        return logprobs_of(rows, order, self._call("infer_batch", batch))
+    def _infer(
+        self, rows: Sequence[TrainingRow], adapters: Sequence[str | None]
+    ) -> list[list[float]]:
+        """Compute each row's log-probs under an adapter, or under the base model."""
+        found: list[list[float]] = [[] for _ in rows]
+        for part in self._parts(rows, adapters):
+            more = {"compute_loss": False, "no_lora_adapter": part.adapter is None}
+            tensordict_utils.assign_non_tensor(part.batch, **more)
+            self._give(part.adapter or self.adapters[0])
+            part.read(self._call("infer_batch", part.batch), found)
+        return found
 
-    def _batch(self, rows: Sequence[TrainingRow]) -> tuple[list[int | None], Any]:
-        parts = self._workers.sequence_parts
-        order = shares(rows, self._workers.size // parts)
-        return order, to_batch(rows, order, self._token_budget, parts)
+    def _parts(self, rows: Sequence[TrainingRow], adapters: Sequence[str | None]) -> list[_Part]:
+        """Divide rows into what the workers can compute at once: one adapter, one temperature."""
+        share = self._workers.sequence_parts
+        parts: list[_Part] = []
+        kinds = list(zip(adapters, temperatures_of(rows), strict=True))
+        for adapter, temperature in dict.fromkeys(kinds):
+            if adapter is not None and adapter not in (known := self.model.peft_config):
+                raise ValueError(f"there is no adapter {adapter!r}; there are {[*known]}")
+            indices = [i for i, kind in enumerate(kinds) if kind == (adapter, temperature)]
+            own = [rows[index] for index in indices]
+            order = shares(own, self._workers.size // share)
+            batch = to_batch(own, order, temperature, self._token_budget, share)
+            parts.append(_Part(adapter, own, indices, order, batch))
+        return parts
 
     def _give(self, adapter: str) -> None:
         """Have the workers compute with an adapter as it is now; start them if there are none."""
-        if adapter not in (known := self.model.peft_config):
-            raise ValueError(f"there is no adapter {adapter!r}; there are {[*known]}")
         if not self._workers.running:
             self._workers.start(self._lora, self._checkpointing)
             self._there = None
@@ -222,26 +229,24 @@ class VerlLearner(AdapterOptimizers):
             raise ValueError(f"rows for {sorted(unknown)}, but this trains {self.adapters}")
         divisor = normalize_by or max(sum(row.trained for row in rows), 1)
         function = VerlLoss(loss, loss_config or {}, divisor)
-        parts: list[StepStats] = []
-        for name, indices in _by_adapter(rows):
-            own = [rows[index] for index in indices]
-            order, batch = self._batch(own)
-            self._give(name)
+        parts = self._parts(rows, [row.adapter for row in rows])
+        function.check({name for row in rows for name in row.extra})
+        found: list[StepStats] = []
+        for part in parts:
+            self._give(name := part.rows[0].adapter)
             self._call("set_loss_fn", function)
-            found = self._call("forward_backward" if backward else "infer_batch", batch)
-            metrics = tensordict_utils.get(found, "metrics")
+            computed = self._call("forward_backward" if backward else "infer_batch", part.batch)
+            metrics = tensordict_utils.get(computed, "metrics")
             if backward:
                 self._accumulate(name, self._call("take_gradients")[0])
-                if not torch.isfinite(torch.tensor(metrics["loss"])):
+                if not math.isfinite(metrics["loss"]):
                     self.non_finite.add(name)
-            logprobs = logprobs_of(own, order, found)
-            for index, computed in zip(indices, logprobs, strict=True):
-                if logprobs_into is not None:
-                    logprobs_into[index][:] = computed
+            if logprobs_into is not None:
+                part.read(computed, logprobs_into)
             refused = backward and bool(self.non_finite)
-            sums, counts = sums_of(metrics), count_tokens(own)
-            parts.append(step_stats(metrics["loss"], sums, counts, non_finite=refused))
-        return merged(parts)
+            sums, counts = sums_of(metrics), count_tokens(part.rows)
+            found.append(step_stats(metrics["loss"], sums, counts, non_finite=refused))
+        return merged(found)
 
     def _accumulate(self, adapter: str, gradients: dict[str, Tensor]) -> None:
         for key, parameter in self.parameters[adapter].items():
@@ -260,18 +265,26 @@ class VerlLearner(AdapterOptimizers):
         return custom_in_two_passes(self, rows, function)
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Rows that the workers compute at once, and verl's batch of them."""
+
+    adapter: str | None
+    rows: list[TrainingRow]
+    indices: list[int]  # of these rows, among all
+    order: list[int | None]  # of the batch
+    batch: Any
+
+    def read(self, computed: Any, into: list[list[float]]) -> None:
+        """Write each row's log-probs to its place among all rows."""
+        found = logprobs_of(self.rows, self.order, computed)
+        for index, logprobs in zip(self.indices, found, strict=True):
+            into[index][:] = logprobs
+
+
 class VerlTrainers(VerlWorkers):
     """verl's workers, as a client's base model starts them."""
 
     def learner(self, base: BaseModel, options: Mapping[str, Any]) -> VerlLearner:
         """Make the learner that calls the workers."""
         return VerlLearner(self, base, **options)
-
-
-def _by_adapter(rows: Sequence[TrainingRow]) -> Iterator[tuple[str, list[int]]]:
-    for name in dict.fromkeys(row.adapter for row in rows):
-        yield name, [index for index, row in enumerate(rows) if row.adapter == name]
-
-
-def _ones(row: TrainingRow) -> list[float]:
-    return [1.0] * len(row.tokens)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+ULYSSES = "ulysses_sequence_parallel_size"
+"""verl's option: how many workers share each row (arXiv:2309.14509)."""
 _OF_BATCH = "follows from learning.micro_batch_tokens"
 _OF_ADAPTER = "is the adapter's"
 _TAKEN = {
@@ -15,6 +17,8 @@ _TAKEN = {
         "micro_batch_size_per_gpu": _OF_BATCH,
         "infer_micro_batch_size_per_gpu": _OF_BATCH,
         "forward_only": "is false in a training",
+        "use_remove_padding": "is verl.model.use_remove_padding",
+        "use_fused_kernels": "is verl.model.use_fused_kernels",
     },
     "verl.model": {
         "path": "is model.name",
@@ -32,15 +36,22 @@ _TAKEN = {
 _FLASH = ("flash_attention_2", "flash_attention_3")
 
 
-def check_options(engine: Mapping[str, Any], model: Mapping[str, Any]) -> None:
-    """Refuse what verl would do otherwise than agentrl trains.
+def check_options(
+    workers: int, nodes: int, dtype: str, engine: Mapping[str, Any], model: Mapping[str, Any]
+) -> None:
+    """Refuse options that agentrl sets itself, or with which gradients would be wrong.
 
     Args:
+        dtype: of the base model, as ``load_base`` takes it.
         engine, model: of verl's ``FSDPEngineConfig`` and ``HFModelConfig``.
 
     Raises:
         ValueError: names the option and the fix.
     """
+    if workers % nodes:
+        raise ValueError(f"verl.nodes: {workers} learning.trainers do not fill {nodes} alike")
+    if dtype == "float16":
+        raise ValueError("model.dtype: verl trains in bfloat16 or float32; choose one of them")
     for table, given in (("verl.engine", engine), ("verl.model", model)):
         for name in given:
             if why := _TAKEN[table].get(name):
@@ -51,9 +62,15 @@ def check_options(engine: Mapping[str, Any], model: Mapping[str, Any]) -> None:
             "those of the adapter are not found; use fsdp2"
         )
     how = model.get("override_config", {}).get("attn_implementation", "sdpa")
-    if engine.get("ulysses_sequence_parallel_size", 1) > 1 and how not in _FLASH:
+    parts = engine.get(ULYSSES, 1)
+    if workers % parts:
         raise ValueError(
-            "verl.engine.ulysses_sequence_parallel_size: verl exchanges the parts of a row in "
+            f"verl.engine.{ULYSSES}: rows in {parts} parts need a multiple of {parts} "
+            f"learning.trainers, not {workers}"
+        )
+    if parts > 1 and how not in _FLASH:
+        raise ValueError(
+            f"verl.engine.{ULYSSES}: verl exchanges the parts of a row in "
             f"flash attention only, not in {how!r}; set verl.model.override_config to "
             '{attn_implementation = "flash_attention_2"}'
         )

@@ -1,7 +1,7 @@
 """Ask a learner whether its gradient is that of its loss, before a training relies on it.
 
-With other settings, verl divides a loss by something else, or adds up other parts of it. Training
-goes on with such a gradient, so nobody would notice.
+Options of verl can change what a loss is divided by, and what is added up. Training would then go
+on with a wrong gradient, unnoticed.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ def wrong_gradient(learner: Any, adapter: str) -> str | None:
         at = {key: one.detach().clone() for key, one in own.items()}
         learner.forward_backward(rows, "cross_entropy", None, 1.0)
         slopes = {key: one.grad.clone() for key, one in own.items() if one.grad is not None}
+        if missing := own.keys() - slopes.keys():
+            return f"{len(missing)} tensors of the adapter have no gradient, {min(missing)} is one"
         square = sum(float(slope.square().sum()) for slope in slopes.values())
         if not 0 < square < math.inf:
             return f"the square of its gradient's norm is {square:g}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -36,17 +36,18 @@ def shares(rows: Sequence[TrainingRow], parts: int) -> list[int | None]:
 def to_batch(
     rows: Sequence[TrainingRow],
     order: Sequence[int | None],
+    temperature: float,
     token_budget: int,
-    sequence_parts: int = 1,
+    sequence_parts: int,
 ) -> TensorDict:
     """Make verl's batch: columns [rows, jagged], aligned with the tokens of each row.
 
     Args:
+        temperature: of all rows.
         token_budget: of a micro-batch, on each of ``sequence_parts`` workers that share a row.
 
     Raises:
         ValueError: some rows have a column that others lack.
-        RefusedRows: as ``temperatures_of``.
     """
     blank = TrainingRow([0, 0], [False] * 2, [0.0] * 2, [0.0] * 2)
     given = [blank if index is None else rows[index] for index in order]
@@ -64,14 +65,12 @@ def to_batch(
     tensors["loss_mask"] = tensors["loss_mask"].to(torch.int64)
     tensors["input_ids"] = _jagged([row.tokens for row in given], torch.int64)
     tensors["position_ids"] = _jagged([range(length) for length in lengths], torch.int64)
-    options: dict[str, Any] = {"use_dynamic_bsz": True, "pad_mode": "no_padding"}
-    options["max_token_len_per_gpu"] = max(token_budget, -(-max(lengths) // sequence_parts))
-    temperatures = temperatures_of(rows)
-    if len({*temperatures}) == 1:  # verl's fused kernels know no other way
-        options["temperature"] = temperatures[0]
-    else:
-        each = [1.0 if index is None else temperatures[index] for index in order]
-        tensors["temperature"] = torch.tensor(each)
+    options = {
+        "use_dynamic_bsz": True,
+        "max_token_len_per_gpu": max(token_budget, -(-max(lengths) // sequence_parts)),
+        "pad_mode": "no_padding",
+        "temperature": temperature,
+    }
     return tensordict_utils.get_tensordict(tensors, options)
 
 
@@ -119,6 +118,18 @@ class VerlLoss:
     name: str
     config: LossConfig
     normalize_by: float
+
+    def check(self, columns: Collection[str]) -> None:
+        """Raise here what the loss would raise in a worker: rows lack one of its columns.
+
+        Raises:
+            ValueError: names the column.
+        """
+        one = torch.zeros(1, requires_grad=True)
+        given = dict.fromkeys(LOSS_EXTRA.intersection(columns), one.detach())
+        sequences = torch.zeros(1, dtype=torch.int64)
+        loss, rest = LOSSES[self.name], one.detach()
+        loss(one, rest, rest, self.config, sequences=sequences, **given)
 
     def __call__(
         self, model_output: Mapping[str, Any], data: TensorDict, dp_group: Any = None

@@ -68,10 +68,11 @@ class VerlWorker(TinkerTrainingWorker):
         found: dict[str, Tensor] = {}
         with self.engine.train_mode(zero_grad_on_exit=True):
             for key, parameter in self._adapter().items():
-                if (gradient := parameter.grad) is not None:
-                    whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-                    found[key] = whole.float().cpu()
-        return found if self.rank == 0 else {}
+                if (whole := parameter.grad) is not None:
+                    whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+                    if self.rank == 0:
+                        found[key] = whole.float().cpu()
+        return found
 
     def _adapter(self) -> dict[str, nn.Parameter]:
         for module in self.engine.module.modules():
@@ -81,7 +82,8 @@ class VerlWorker(TinkerTrainingWorker):
 
 
 def _train(module: nn.Module, again: bool, mode: bool = True) -> nn.Module:
-    """Let only layers know of training, where they compute ``again`` in the backward."""
+    """Keep evaluation mode. With ``again``, put layers alone into training mode, where the backward
+    computes them again."""
     nn.Module.train(module, False)
     for layer in module.modules():
         if again and isinstance(layer, GradientCheckpointingLayer):

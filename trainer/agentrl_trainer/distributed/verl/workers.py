@@ -36,7 +36,7 @@ from verl.workers.config import (  # pyright: ignore[reportMissingImports]
 
 from agentrl_trainer.distributed.on_ray import placed, said_of
 from agentrl_trainer.distributed.plan import RankError, SetupCall
-from agentrl_trainer.distributed.verl.options import check_options
+from agentrl_trainer.distributed.verl.options import ULYSSES, check_options
 from agentrl_trainer.distributed.verl.worker import VerlWorker
 from agentrl_trainer.models.loading import BaseModel, load_facts
 from agentrl_trainer.models.lora import model_without_weights
@@ -60,26 +60,21 @@ class VerlWorkers:
     size: int = 1
     """How many workers there are; each has a GPU, unless VERL_PLATFORM names another platform."""
     nodes: int = 1
-    """On how many nodes of the cluster they are, equally many on each."""
+    """In how many equal parts they are placed; the workers of a part are on one node."""
     setup: Sequence[SetupCall] = ()
     """What each calls before anything else, in this order."""
     engine: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Options of verl's ``FSDPEngineConfig``."""
     of_model: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Options of verl's ``HFModelConfig``."""
-    _group: Any = None
-    _places: list[Any] = field(default_factory=list[Any])
+    _group: Any = field(default=None, init=False)
+    _places: list[Any] = field(default_factory=list[Any], init=False)
 
     def __post_init__(self) -> None:
         if self.model_options.get("load_in_4bit"):
             raise ModelError("load_in_4bit: verl trains over a base in 16 or 32 bits.")
-        if self.model_options.get("dtype") == "float16":
-            raise ModelError("dtype: verl trains in bfloat16 or float32 here, not in float16.")
-        if self.size % self.nodes:
-            raise ValueError(
-                f"verl.nodes: {self.size} workers are not equally many on {self.nodes}"
-            )
-        check_options(self.engine, self.of_model)
+        dtype = self.model_options.get("dtype", "auto")
+        check_options(self.size, self.nodes, dtype, self.engine, self.of_model)
 
     def load(self, load: Callable[..., BaseModel]) -> BaseModel:
         """Load tokenizer and shapes of the base model, in place of its weights."""
@@ -87,8 +82,8 @@ class VerlWorkers:
 
     @property
     def sequence_parts(self) -> int:
-        """How many workers share each row (Ulysses, arXiv:2309.14509)."""
-        return self.engine.get("ulysses_sequence_parallel_size", 1)
+        """How many workers share each row."""
+        return self.engine.get(ULYSSES, 1)
 
     @property
     def running(self) -> bool:
@@ -111,7 +106,7 @@ class VerlWorkers:
             pool.pgs = self._places
             made = RayClassWithInitArgs(ray.remote(VerlWorker), config, self.setup)
             self._group = RayWorkerGroup(pool, made, device_name=device)
-        except ray.exceptions.RayError as error:
+        except Exception as error:
             self.end()
             raise RankError(f"verl's workers did not start: {said_of(error)}") from error
         self.call("reset")
@@ -188,7 +183,9 @@ def _without_weights(name: str, options: Mapping[str, Any]) -> BaseModel:
     told = {key: options[key] for key in ("trust_remote_code", "chat_template") if key in options}
     facts = load_facts(name, **told)
     if (model := model_without_weights(name)) is None:
-        raise ModelError(f"model: {name!r} is no text model of transformers, which verl needs.")
+        raise ModelError(
+            f"model: verl cannot train {name!r}: it is no text model of transformers' own."
+        )
     made: dict[int, nn.Parameter] = {}  # a tied weight is one
     for module in model.modules():
         for key, weight in module.named_parameters(recurse=False):
