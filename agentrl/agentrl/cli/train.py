@@ -44,9 +44,8 @@ def train_command(*tokens: Tokens) -> None:
     """Train a LoRA adapter for an agent.
 
     Each step runs the agent on tasks, compares the rewards that it emits, updates the adapter, and
-    loads it into the sampler. Training runs on this machine, with torch and PEFT, with --backend
-    verl on verl's workers (docs/scale.md), or with --backend tinker on Tinker or any server that
-    speaks its protocol (docs/client.md).
+    loads it into the sampler. Training runs on this machine, with torch and PEFT, or elsewhere with
+    --backend verl (docs/scale.md) or --backend tinker (docs/client.md).
     """
     config, summary = _train(tokens)
     folder = summary.folder
