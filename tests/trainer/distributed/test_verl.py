@@ -164,6 +164,11 @@ def test_verls_own_settings_change_no_result(
 def test_training_computes_without_dropout_and_in_half_precision(
     tmp_path: Path, again: bool
 ) -> None:
+    def in_training(worker: Any) -> set[str]:
+        with worker.engine.train_mode():
+            modules = worker.engine.module.modules()
+            return {type(one).__name__.removeprefix("FSDP") for one in modules if one.training}
+
     model = qwen3()
     model.config.attention_dropout = 0.5
     save_model(model, tmp_path)
@@ -177,13 +182,6 @@ def test_training_computes_without_dropout_and_in_half_precision(
     [trained] = ray.get([one.__ray_call__.remote(in_training) for one in workers._group.workers])
     assert trained == ({"Qwen3DecoderLayer"} if again else set())
     workers.end()
-
-
-def in_training(worker: Any) -> set[str]:
-    """The kinds of modules that are in training mode while verl trains."""
-    with worker.engine.train_mode():
-        modules = worker.engine.module.modules()
-        return {type(one).__name__.removeprefix("FSDP") for one in modules if one.training}
 
 
 def test_a_client_resumes_bit_for_bit_and_others_are_started_for_a_dead_worker(
