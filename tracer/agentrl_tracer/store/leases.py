@@ -25,16 +25,19 @@ _BY_KEY = (
     .join(t.rollouts, t.rollouts.c.id == t.attempts.c.rollout_id)
 )
 
-
+# A range of one state, and its order, leave PostgreSQL no index but ``rollouts_queue``. Else it may
+# read all finished rollouts before the first queued one, or sort the whole queue.
 _QUEUED = sa.and_(
-    t.rollouts.c.state == RolloutState.QUEUED, t.rollouts.c.run_id == sa.bindparam("run")
+    t.rollouts.c.state.between(RolloutState.QUEUED, RolloutState.QUEUED),
+    t.rollouts.c.run_id == sa.bindparam("run"),
 )
-_ANY_QUEUED = sa.select(t.rollouts.c.id).where(_QUEUED).limit(1)
+_IN_TURN = t.rollouts.c.state, t.rollouts.c.ordinal
+_ANY_QUEUED = sa.select(t.rollouts.c.id).where(_QUEUED).order_by(*_IN_TURN).limit(1)
 _FIRST_QUEUED = (
     sa.select(t.rollouts, t.tasks.c.data.label("task"))
     .join(t.tasks, t.tasks.c.id == t.rollouts.c.task_id)
     .where(_QUEUED)
-    .order_by(t.rollouts.c.ordinal)
+    .order_by(*_IN_TURN)
     .limit(1)
     .with_for_update(skip_locked=True, of=t.rollouts)
 )

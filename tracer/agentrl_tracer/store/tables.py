@@ -105,7 +105,7 @@ rollouts = sa.Table(
     sa.Column("continuity", sa.Text),
     sa.ForeignKeyConstraint(["run_id"], ["runs.id"]),
     sa.ForeignKeyConstraint(["task_id"], ["tasks.id"]),
-    sa.Index("rollouts_queue", "state", "ordinal"),
+    sa.Index("rollouts_queue", "run_id", "state", "ordinal"),
     sa.Index("rollouts_step", "run_id", "step", "purpose"),
 )
 

@@ -43,6 +43,8 @@ def test_vllm_gets_what_the_trainer_leaves(monkeypatch: pytest.MonkeyPatch) -> N
     small, large = share(0.5), share(2.0)
     assert 0.1 <= small < large < 0.9
     assert share(0.5, sampler="vllm", **{"sampler.vllm.sleep": True}) > small
+    spread = {"run.backend": "verl", "learning.trainers": 8, "sampler": "vllm"}
+    assert share(0.5, **spread) > small
     assert share(0.01) == 0.1
     assert memory_share(ServeConfig(), torch.device("cuda"), 1) == 0.9
     assert memory_share(ServeConfig(), torch.device("cuda"), 3) == 0.3  # they share the GPU
