@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from contextlib import closing
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -20,7 +21,7 @@ from agentrl_tracer.schemas import (
     Reward,
     RolloutState,
 )
-from agentrl_tracer.store import Store, tables
+from agentrl_tracer.store import Store, leases, tables
 from agentrl_trainer.data.rewards import rollout_reward
 
 
@@ -130,6 +131,25 @@ def test_claims_follow_the_queue_and_what_is_waited_for_is_claimed_first(store: 
     assert store.claim("runner", 30, run_id) is None
     last = store.enqueue(run_id, evaluation)
     assert [r.id for r in store.rollouts(run_id)][-2:] == last
+
+
+@pytest.mark.parametrize("statistics", [False, True])
+@pytest.mark.parametrize("query", [leases._ANY_QUEUED, leases._FIRST_QUEUED])
+def test_a_claim_reads_one_entry_however_long_the_queue_is(
+    store: Store, query: sa.Select[Any], statistics: bool
+) -> None:
+    run_id = start_run(store, rollouts=6000)
+    finished = "UPDATE rollouts SET state = 'succeeded' WHERE \"index\" < 2000"
+    store.db.execute(sa.text(finished))
+    if statistics:
+        store.db.execute(sa.text("ANALYZE"))
+    bound = query.params(run=run_id).compile(
+        store.db.engine, compile_kwargs={"literal_binds": True}
+    )
+    explain = "EXPLAIN QUERY PLAN" if store.db.engine.name == "sqlite" else "EXPLAIN"
+    plan = [str(row[-1]) for row in store.db.fetch_rows(sa.text(f"{explain} {bound}"))]
+    assert any("rollouts_queue" in line for line in plan)
+    assert not any(word in line for line in plan for word in ("Sort", "TEMP B-TREE", "Bitmap"))
 
 
 CLAIM_ALL = """
