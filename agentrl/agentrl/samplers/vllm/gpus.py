@@ -47,7 +47,7 @@ def _free_share(config: ModelCommand, device: torch.device) -> float:
     parts = estimate_memory(
         model.name, cached=0, adapters=len(config.trained), **how,
         tokens=learning.micro_batch_tokens or fitting_token_budget(model.name, **how),
-        parts=learning.trainers if spread else 1,
+        parts=learning.trainers // config.verl.nodes if spread else 1,
     )  # fmt: skip
     if parts is None:
         return _UNKNOWN

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -33,12 +33,13 @@ def test_servers_get_equal_parts(
 
 
 def test_vllm_gets_what_the_trainer_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    def share(gib: float, backend: Literal["local", "verl"] = "local", **settings: Any) -> float:
+    def share(gib: float, verl_nodes: int = 0, **settings: Any) -> float:
         memory = SimpleNamespace(total_memory=int(gib * 2**30))
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: memory)
         given = nested(agent="json:loads", tasks="t", micro_batch_tokens=4096, **settings)
         config = TrainConfig.model_validate(given)
-        config.run.backend = backend  # not validated: verl need not be installed
+        if verl_nodes:  # not validated: verl need not be installed
+            config.run.backend, config.verl.nodes = "verl", verl_nodes
         return memory_share(config, torch.device("cuda"), 1)
 
     assert share(80.0) == 0.9  # agentrl-tiny
@@ -46,7 +47,8 @@ def test_vllm_gets_what_the_trainer_leaves(monkeypatch: pytest.MonkeyPatch) -> N
     assert 0.1 <= small < large < 0.9
     assert share(0.5, sampler="vllm", **{"sampler.vllm.sleep": True}) > small
     whole, spread = share(0.3, trainers=8), share(0.3, trainers=8, shard_base=True)
-    assert whole < spread == share(0.3, "verl", trainers=8)
+    assert whole < spread == share(0.3, verl_nodes=1, trainers=8)
+    assert share(0.3, verl_nodes=8, trainers=8) == whole
     assert share(0.01) == 0.1
     assert memory_share(ServeConfig(), torch.device("cuda"), 1) == 0.9
     assert memory_share(ServeConfig(), torch.device("cuda"), 3) == 0.3  # they share the GPU
