@@ -1,8 +1,8 @@
 """Simulated runners against a real PostgreSQL store and real gateways: latencies, costs, books.
 
-python benchmarks/scale/run.py                      # 1,000 runners, 100,000 calls, 15 minutes
-python benchmarks/scale/run.py --rollouts 250000    # 1,000,000 calls
-python benchmarks/scale/run.py --smoke              # does everything run?
+python benchmarks/scale/run.py      # 1,000 runners, 25,000 calls with 1, 2 and 4 gateways
+python benchmarks/scale/run.py --rollouts 250000 --gateways 1 --kills 20 --results million
+python benchmarks/scale/run.py --smoke      # does everything run?
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ GROUP = 8
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runners", type=int, default=1000)
-    parser.add_argument("--rollouts", type=int, default=25_000)
-    parser.add_argument("--gateways", type=int, default=[1, 2], nargs="+")
+    parser.add_argument("--rollouts", type=int, default=6250)
+    parser.add_argument("--gateways", type=int, default=[1, 2, 4], nargs="+")
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--kills", type=int, default=0, help="of gateways, by SIGKILL")
     parser.add_argument("--results", default="scale", help="name of the files in results/")
