@@ -98,7 +98,7 @@ def test_unknown_models_have_no_estimate(tmp_path: Path) -> None:
     assert estimate_memory(str(tmp_path), tokens=1, cached=1, rank=8, device=CPU) is None
 
 
-@pytest.mark.parametrize(("memory", "tokens"), [(80 * 2**30, 16384), (2**29, 2048), (1, 1024)])
+@pytest.mark.parametrize(("memory", "tokens"), [(80 * 2**30, 16384), (3 * 2**27, 2048), (1, 1024)])
 def test_a_gpu_gets_micro_batches_that_it_holds(
     memory: int, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from agentrl_trainer.inference.linear_products import on_intel
 from agentrl_trainer.learner.learner import default_token_budget
 from agentrl_trainer.learner.logprobs import MAX_LOGITS
 from agentrl_trainer.models.lora import lora_config, model_without_weights
+from agentrl_trainer.models.lora_product import joined_mlps
 from agentrl_trainer.models.lora_targets import no_false_warnings, resolve_targets
 from agentrl_trainer.models.moe import expert_count
 
@@ -112,12 +113,15 @@ def estimate_memory(
     active, activation = expert_count(config, ("num_experts_per_tok", "num_experts_per_token")), 0
     # Of a token, layers keep what each adapted one reads and writes, those of its experts, which
     # are stacked, as well. Inputs that layers share count for each of them: norms and products of
-    # the MLP keep as much. Adapters compute in float32, on a copy of what they read.
+    # the MLP keep as much. Adapters compute in float32, on a copy of what they read. The input that
+    # a joined MLP computes again is not kept.
     for name, matrix in lora.items():
         reads = "lora_A" in name
         width, ranks = matrix.shape[::-1] if reads else matrix.shape
         copied = 4 if reads and size < 4 else 0
         activation += width * (size + copied) * (active if ranks > rank else 1) + reads * 4 * rank
+    if size == 4 and not load_in_4bit and parts == 1:
+        activation -= size * sum(mlp.down_proj.in_features for mlp in joined_mlps(attached))
     if gradient_checkpointing:  # the input of each layer, and all of one
         layers = config.num_hidden_layers
         activation = activation // layers + layers * config.hidden_size * size

@@ -1,4 +1,4 @@
-"""A linear layer joined with its LoRA gives what PEFT's own sum gives."""
+"""Linear layers and MLPs joined with their LoRAs give what PEFT's own sums give."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import pytest
 import torch
 from peft.tuners.lora.layer import Linear
 from small_models import as_base, llama, lora_b_from
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from agentrl_trainer.models.lora import adapter_parameters, attach_adapter, lora_config
-from agentrl_trainer.models.lora_product import LoraLinear
+from agentrl_trainer.models.lora_product import GatedLoraLinear, LoraLinear
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -19,10 +20,12 @@ def test_logits_and_gradients_are_those_of_peft(
     base.model.to(dtype)
     model = attach_adapter(base, "policy", lora_config(4, 8), seed=1)
     lora_b_from(2, model)
-    joined: list[int] = []
-    monkeypatch.setattr(
-        LoraLinear, "apply", lambda *args, _of=LoraLinear.apply: joined.append(1) or _of(*args)
-    )
+    joined: list[type] = []
+    for kind in (LoraLinear, GatedLoraLinear):
+        apply = kind.apply
+        monkeypatch.setattr(
+            kind, "apply", lambda *args, of=apply, kind=kind: joined.append(kind) or of(*args)
+        )
     ids = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(3))
 
     def computed() -> list[torch.Tensor]:
@@ -34,10 +37,13 @@ def test_logits_and_gradients_are_those_of_peft(
 
     ours = computed()
     layers = [module for module in model.modules() if isinstance(module, Linear)]
+    mlps = [module for module in model.modules() if isinstance(module, LlamaMLP)]
     # An adapter of another precision than its layer's is left to PEFT.
-    assert len(joined) == (len(layers) if dtype == torch.float32 else 0)
-    for layer in layers:
-        del layer.forward
+    same = dtype == torch.float32
+    assert joined.count(GatedLoraLinear) == (len(mlps) if same else 0)
+    assert joined.count(LoraLinear) == (len(layers) - len(mlps) if same else 0)
+    for module in [*layers, *mlps]:
+        del module.forward
     theirs = computed()
     assert len(ours) == len(theirs) == 1 + 2 * len(layers) == 29
     for one, other in zip(ours, theirs, strict=True):
@@ -45,3 +51,29 @@ def test_logits_and_gradients_are_those_of_peft(
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     with model.disable_adapter():
         assert not torch.equal(model(input_ids=ids).logits.float(), ours[0])
+
+
+def test_an_mlp_keeps_its_gates_and_nothing_else_of_their_size() -> None:
+    model = attach_adapter(as_base(llama()), "policy", lora_config(4, 8), seed=1)
+    mlp = next(module for module in model.modules() if isinstance(module, LlamaMLP))
+    wide = mlp.gate_proj.base_layer.out_features
+    kept: set[int] = set()
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.shape[-1] == wide and tensor.shape[0] == 9:
+            kept.add(tensor.data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = mlp(torch.randn(9, mlp.hidden_size, requires_grad=True))
+    assert out.requires_grad
+    assert len(kept) == 2
+
+
+def test_a_merged_model_computes_what_it_did_with_its_adapter() -> None:
+    model = attach_adapter(as_base(llama()), "policy", lora_config(4, 8), seed=1)
+    lora_b_from(2, model)
+    ids = torch.arange(9)[None]
+    with torch.no_grad():
+        before = model(input_ids=ids).logits
+        torch.testing.assert_close(model.merge_and_unload()(input_ids=ids).logits, before)
