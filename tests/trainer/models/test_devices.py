@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import platform
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from psutil import Process
 from small_learner import base_model
 
 from agentrl_trainer.checkpoint import capture_rng, restore_rng
 from agentrl_trainer.inference.kv_cache import default_budget
-from agentrl_trainer.models.devices import choose_device, free_memory, left_in_container, moved
+from agentrl_trainer.models.devices import (
+    choose_device,
+    free_memory,
+    left_in_container,
+    moved,
+    return_large_tensors,
+)
 from agentrl_trainer.models.sources import ModelError
 
 GIB = 2**30
@@ -111,3 +119,17 @@ def test_free_memory_knows_the_machine_and_its_container(tmp_path: Path) -> None
     assert left_in_container(tmp_path) == 500
     (tmp_path / "memory.max").write_text("max\n")
     assert left_in_container(tmp_path) is None
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_large_tensors_go_back_to_the_system() -> None:
+    return_large_tensors(torch.device("cpu"))
+    torch.ones(2**22)  # else glibc would keep tensors up to this size from now on
+    before = Process().memory_info().rss
+    large, between = [], []
+    for _ in range(50):
+        large.append(torch.ones(2**20))  # 4 MiB
+        between.append(torch.ones(2**18))  # 1 MiB
+    assert Process().memory_info().rss > before + 240 * 2**20
+    large.clear()
+    assert Process().memory_info().rss < before + 60 * 2**20

@@ -40,6 +40,7 @@ from agentrl_trainer.learner.reward_head import RewardHead
 from agentrl_trainer.learner.stems import OpenStems
 from agentrl_trainer.learner.step_stats import StepStats, step_stats
 from agentrl_trainer.learner.value_head import ValueHead, value_loss
+from agentrl_trainer.models.devices import return_large_tensors
 from agentrl_trainer.models.loading import (
     BaseModel,
     checkpoint_layers,
@@ -89,6 +90,7 @@ class Learner(AdapterOptimizers):
     ) -> None:
         super().__init__(adam or AdamParams(), value.lr if value else 0.0)
         self.base = base
+        return_large_tensors(base.device)
         # A CPU is fastest with activations that stay in its caches; a CUDA GPU must be filled.
         self.token_budget = token_budget or default_token_budget(base.device.type)
         self.value = value

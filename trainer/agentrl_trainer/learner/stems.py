@@ -12,8 +12,6 @@ first, for the backward.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -22,10 +20,6 @@ from torch import Tensor
 
 from agentrl_trainer.data.packing import MicroBatch, Stem
 from agentrl_trainer.models.prefix_attention import KeysValues, Trie, pack_trie
-
-_MMAP_THRESHOLD = -3
-"""glibc's M_MMAP_THRESHOLD."""
-_LARGE = 2**22
 
 
 class OpenStems:
@@ -53,10 +47,6 @@ class OpenStems:
         self.batches = batches
         self.recomputed = 0
         """Tokens that were computed a second time for the backward."""
-        if any(batch.stem for batch in batches) and device.type == "cpu":
-            # Else glibc keeps what tensors of 5 to 30 MB leave behind, and cannot use much of it.
-            with contextlib.suppress(OSError, AttributeError):  # of another C library
-                ctypes.CDLL("libc.so.6").mallopt(_MMAP_THRESHOLD, _LARGE)
         self._longest = max((batch.stem.end for batch in batches if batch.stem), default=0)
         keep -= max((batch.input_ids.numel() for batch in batches), default=0)
         self._compute, self._activate, self._device = compute, activate, device
