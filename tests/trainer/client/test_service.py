@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,14 @@ def test_a_creation_that_failed_does_not_block_its_name(tmp_path: Path) -> None:
                 service.create_lora_training_client(TINY, rank=4, name="a", targets=["nowhere"])
             service.create_lora_training_client(TINY, rank=4)
         assert logprobs(service.create_lora_training_client(TINY, rank=4, name="a"))
+
+
+@pytest.mark.skipif(find_spec("verl") is not None, reason="verl is installed")
+def test_a_service_on_verl_says_what_it_needs(tmp_path: Path) -> None:
+    with ServiceClient(folder=tmp_path, backend="verl") as service:
+        for _ in range(2):
+            with pytest.raises(ImportError, match=r"needs verl and ray, see docs/scale\.md"):
+                service.create_lora_training_client(TINY, rank=4)
 
 
 def test_going_on_from_a_state_is_going_on(service: ServiceClient) -> None:
