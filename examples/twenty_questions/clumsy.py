@@ -32,15 +32,6 @@ Does it live in water?
 Is it big?
 Is it small?
 Do you find it in a house?""")
-SIMPLE_QUESTIONS = str.splitlines("""\
-Is it alive?
-Can it move?
-Can you eat it?
-Can you wear it?
-Is it made by people?
-Is it made of metal?
-Is it big?
-Do you find it in a house?""")
 
 
 def naming(word: str) -> str:
@@ -55,7 +46,7 @@ def question(rng: random.Random, turn: int, nouns: list[str], *, simple: bool) -
     list three of the four, which wins 75 %, and no longer asks.
     """
     if simple:
-        return naming(rng.choice(SIMPLE)) if turn else rng.choice(SIMPLE_QUESTIONS)
+        return naming(rng.choice(SIMPLE)) if turn else rng.choice(QUESTIONS)
     if turn < 3:
         return naming(rng.choice([*CATEGORIES]))
     if turn < 5 or rng.random() < 0.2:
