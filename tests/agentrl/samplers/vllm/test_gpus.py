@@ -36,7 +36,8 @@ def test_vllm_gets_what_the_trainer_leaves(monkeypatch: pytest.MonkeyPatch) -> N
     def share(gib: float, verl_nodes: int = 0, **settings: Any) -> float:
         memory = SimpleNamespace(total_memory=int(gib * 2**30))
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: memory)
-        given = nested(agent="json:loads", tasks="t", micro_batch_tokens=4096, **settings)
+        settings = {"micro_batch_tokens": 4096} | settings
+        given = nested(agent="json:loads", tasks="t", **settings)
         config = TrainConfig.model_validate(given)
         if verl_nodes:  # not validated: verl need not be installed
             config.run.backend, config.verl.nodes = "verl", verl_nodes
@@ -46,9 +47,10 @@ def test_vllm_gets_what_the_trainer_leaves(monkeypatch: pytest.MonkeyPatch) -> N
     small, large = share(0.5), share(2.0)
     assert 0.1 <= small < large < 0.9
     assert share(0.5, sampler="vllm", **{"sampler.vllm.sleep": True}) > small
-    whole, spread = share(0.3, trainers=8), share(0.3, trainers=8, shard_base=True)
-    assert whole < spread == share(0.3, verl_nodes=1, trainers=8)
-    assert share(0.3, verl_nodes=8, trainers=8) == whole
+    eight = {"trainers": 8, "micro_batch_tokens": 64}  # few: it is the weights that are spread
+    whole, spread = share(0.04, **eight), share(0.04, shard_base=True, **eight)
+    assert 0.1 < whole < spread == share(0.04, verl_nodes=1, **eight) < 0.9
+    assert share(0.04, verl_nodes=8, **eight) == whole
     assert share(0.01) == 0.1
     assert memory_share(ServeConfig(), torch.device("cuda"), 1) == 0.9
     assert memory_share(ServeConfig(), torch.device("cuda"), 3) == 0.3  # they share the GPU
