@@ -11,7 +11,7 @@ from small_models import llama
 from agentrl_trainer.learner import model_support
 
 
-@pytest.mark.parametrize(("apart", "refused"), [(5e-4, False), (5e-3, True)])
+@pytest.mark.parametrize(("apart", "refused"), [(2e-4, False), (4e-4, True)])
 def test_rounding_does_not_forbid_tries(
     apart: float, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
