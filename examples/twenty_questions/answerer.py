@@ -13,8 +13,10 @@ verdict in JSON; ``search`` lists nouns of the training half that fit a descript
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -228,9 +230,14 @@ def main() -> None:
     server = Server(("127.0.0.1", parser.parse_args(own).port), Handler)
     print(f"answerer at http://127.0.0.1:{server.server_port}/v1", file=sys.stderr)
     if not command:
-        server.serve_forever()
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve_forever()
+        return
     Thread(target=server.serve_forever, daemon=True).start()
-    sys.exit(subprocess.run(command, check=False).returncode)
+    with subprocess.Popen(command) as running:
+        # Ctrl-C reaches the command as well, which then takes its time to end.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        sys.exit(running.wait())
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -119,6 +120,24 @@ def test_the_search_model_knows_training_nouns_only(answerer: ModuleType) -> Non
     assert "plane" in found
     assert "helicopter" not in found  # held out
     assert answerer.search("colorless green ideas") == "Nothing found."
+
+
+def test_ctrl_c_leaves_the_command_its_time_to_end() -> None:
+    command = "import time\ntry: print('up', flush=True); time.sleep(60)\n"
+    command += "except KeyboardInterrupt: time.sleep(1); print('in order'); raise SystemExit(7)"
+    with subprocess.Popen(
+        [
+            *(sys.executable, str(EXAMPLE / "answerer.py"), "--port", "18766", "--"),
+            *(sys.executable, "-c", command),
+        ],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    ) as running:  # fmt: skip
+        assert running.stdout is not None
+        assert running.stdout.readline() == "up\n"
+        os.killpg(running.pid, signal.SIGINT)
+        said, errors = running.communicate(timeout=30)
+    assert (said, running.returncode) == ("in order\n", 7), errors
+    assert "Traceback" not in errors
 
 
 # --- the flow

@@ -6,8 +6,10 @@ import os
 import secrets
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from agentrl.cli import Tokens
@@ -17,6 +19,7 @@ from agentrl.config.errors import ConfigError
 from agentrl.config.loading import load
 from agentrl.console.output import print_line, print_sentences
 from agentrl.gateway.handle import fetch_model
+from agentrl.interrupts import Interrupted
 from agentrl.runs.best_adapter import which_adapter
 from agentrl.runs.folder import adapter_folders
 from agentrl_proxy.server.listening import bind, url_of
@@ -56,4 +59,16 @@ def inspect_command(*tokens: Tokens) -> None:
         gateway.wait_ready(print_sentences)
         print_line((shlex.join(command), "dim"))
         environment = {**os.environ, f"{_SERVICE.upper()}_API_KEY": key}
-        sys.exit(subprocess.run(command, env=environment, check=False).returncode)
+        sys.exit(_run(command, environment))
+
+
+def _run(command: list[str], environment: Mapping[str, str]) -> int:
+    """Return the exit code of inspect, which writes its log before it ends by a signal."""
+    with subprocess.Popen(command, env=environment) as inspect:
+        try:
+            return inspect.wait()
+        except Interrupted as ended:
+            if ended.code == 128 + signal.SIGTERM:  # Ctrl-C has reached inspect as well
+                inspect.terminate()
+            inspect.wait()
+            raise

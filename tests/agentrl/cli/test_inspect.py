@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from command_line import agentrl
+from fake_gateway import until
 from tiny_policy import trained_run
 
 from agentrl.cli.inspect import inspect_command
@@ -38,6 +42,29 @@ def test_what_is_missing_is_named_before_anything_is_loaded(tmp_path: Path) -> N
         (tmp_path / name / "adapter_config.json").write_text("{}")
     with pytest.raises(ConfigError, match="name one with --adapters: answerer, asker"):
         inspect_command("task.py", "--command", "true", "--adapter-path", str(tmp_path))
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_leaves_inspect_time_for_its_log(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    program, up = tmp_path / "inspect", tmp_path / "up"
+    program.write_text(
+        "#!/bin/sh\ntrap 'sleep 1; echo written > log; exit 1' INT TERM\n"
+        "touch up; while true; do sleep 0.1; done\n"
+    )
+    program.chmod(0o755)
+    with subprocess.Popen(
+        [sys.executable, "-m", "agentrl", "inspect", "task.py", "--command", str(program)],
+        cwd=tmp_path, start_new_session=True,
+    ) as running:  # fmt: skip
+        until(up.exists, 60)
+        if number == signal.SIGINT:  # by the terminal, which sends it to all
+            os.killpg(running.pid, number)
+        else:
+            running.send_signal(number)
+        assert running.wait(30) == code
+    assert (tmp_path / "log").read_text() == "written\n"
 
 
 @pytest.mark.inspect
