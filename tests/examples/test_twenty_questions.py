@@ -115,6 +115,15 @@ def test_the_clumsy_player_is_understood_and_names_no_test_noun(
     assert not words & {row["noun"] for row in rows("test")}
 
 
+def test_the_clumsy_player_reads_most_answers_of_the_simple_game(answerer: ModuleType) -> None:
+    clumsy = import_module("clumsy")
+    rng = random.Random(0)
+    last = [clumsy.game(rng, simple=True)[-1] for _ in range(400)]
+    named = {clumsy.naming(category) for category in clumsy.SIMPLE}
+    won = sum(asked in named and answer == "yes" for asked, answer in last)
+    assert 0.6 < won / len(last) < 0.8  # 0.44 without reading, 0.77 when all are read
+
+
 def test_the_search_model_knows_training_nouns_only(answerer: ModuleType) -> None:
     found = answerer.search("a vehicle that can fly")
     assert "plane" in found
