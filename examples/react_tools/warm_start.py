@@ -51,7 +51,7 @@ def datum(tokenizer, messages: list[dict[str, str]]) -> Datum:
 def main(
     problems: int = 144,
     batch: int = 8,
-    learning_rate: float = 3e-4,
+    learning_rate: float = 1e-3,
     folder: Path = Path("runs/react-tools-warm"),
 ) -> None:
     lines = (HERE / "train.jsonl").read_text().splitlines()[:problems]
