@@ -121,7 +121,7 @@ def test_the_clumsy_player_reads_most_answers_of_the_simple_game(answerer: Modul
     last = [clumsy.game(rng, simple=True)[-1] for _ in range(400)]
     named = {clumsy.naming(category) for category in clumsy.SIMPLE}
     won = sum(asked in named and answer == "yes" for asked, answer in last)
-    assert 0.6 < won / len(last) < 0.8  # 0.44 without reading, 0.77 when all are read
+    assert 0.65 < won / len(last) < 0.75  # 0.44 without reading, 0.77 when all are read
 
 
 def test_the_search_model_knows_training_nouns_only(answerer: ModuleType) -> None:

@@ -63,12 +63,12 @@ def inspect_command(*tokens: Tokens) -> None:
 
 
 def _run(command: list[str], environment: Mapping[str, str]) -> int:
-    """Return the exit code of inspect, which writes its log before it ends by a signal."""
+    """Return the exit code of inspect, which at Ctrl-C writes its log before it ends."""
     with subprocess.Popen(command, env=environment) as inspect:
         try:
             return inspect.wait()
         except Interrupted as ended:
-            if ended.code == 128 + signal.SIGTERM:  # Ctrl-C has reached inspect as well
-                inspect.terminate()
+            if ended.code != 128 + signal.SIGINT:  # which has reached inspect as well
+                inspect.send_signal(signal.SIGINT)
             inspect.wait()
             raise
