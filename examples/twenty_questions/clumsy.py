@@ -1,13 +1,12 @@
-"""A clumsy player: it asks and names at random what the offline answerer understands.
+"""A clumsy player: it asks at random, and what it names fits the answers three times of four.
 
-In the full game it never looks at the answers, in the simple one at three of four. It knows
-training nouns only.
+The offline answerer understands all that it asks. It knows training nouns only.
 """
 
 import random
 from typing import Any
 
-from answerer import CATEGORIES, load_nouns, verdict
+from answerer import load_nouns, verdict
 
 SIMPLE = ("animal", "clothing", "food", "vehicle")
 QUESTIONS = str.splitlines("""\
@@ -50,46 +49,52 @@ def naming(word: str) -> str:
     return f"Is it {'' if word in ('clothing', 'food', 'furniture') else article}{word}?"
 
 
-def simple_question(
-    rng: random.Random, turns: list[tuple[str, str]], rows: list[dict[str, Any]]
-) -> str:
+def simple_question(rng: random.Random, candidates: list[dict[str, Any]], *, first: bool) -> str:
     """Ask for a property first, then name a category, mostly one that fits the answers.
 
     A player that may name a category at once learns to list three of the four, which wins 75 %,
     and no longer asks.
     """
-    if not turns:
+    if first:
         return rng.choice(SIMPLE_QUESTIONS)
     if rng.random() < 0.25:
         return naming(rng.choice(SIMPLE))
-
-    def fits(row: dict[str, Any]) -> bool:
-        return all(
-            verdict(row["noun"], row["category"], asked)["yes_or_no"] == answer
-            for asked, answer in turns
-        )
-
-    return naming(rng.choice([row["category"] for row in rows if fits(row)]))
+    return naming(rng.choice(candidates)["category"])
 
 
-def full_question(rng: random.Random, turn: int, rows: list[dict[str, Any]]) -> str:
-    """Ask any question of those that belong early or late in a game."""
-    if turn < 3:
-        return naming(rng.choice([*CATEGORIES]))
-    if turn < 5 or rng.random() < 0.2:
+def full_question(
+    rng: random.Random, candidates: list[dict[str, Any]], rows: list[dict[str, Any]]
+) -> str:
+    """Name categories until one is right, then ask for properties and name nouns of it."""
+    categories = {row["category"] for row in candidates}
+    known = len(categories) == 1
+    if known and rng.random() < 0.4:
         return rng.choice(QUESTIONS)
-    return naming(rng.choice(rows)["noun"])
+    if rng.random() < 0.25:
+        candidates = [row for row in rows if not known or row["category"] in categories]
+    return naming(rng.choice(candidates)["noun" if known else "category"])
 
 
 def game(rng: random.Random, *, simple: bool) -> list[tuple[str, str]]:
     """Return the questions and answers of one game about a training noun."""
     rows = [row for row in load_nouns("train").values() if not simple or row["category"] in SIMPLE]
     secret = rng.choice(rows)
+    candidates = rows  # the nouns that every answer so far fits
     turns: list[tuple[str, str]] = []
-    for turn in range(3 if simple else 20):
-        asked = simple_question(rng, turns, rows) if simple else full_question(rng, turn, rows)
+    for _ in range(3 if simple else 20):
+        asked = (
+            simple_question(rng, candidates, first=not turns)
+            if simple
+            else full_question(rng, candidates, rows)
+        )
         reply = verdict(secret["noun"], secret["category" if simple else "noun"], asked)
-        turns.append((asked, reply["yes_or_no"]))
+        answer = reply["yes_or_no"]
+        turns.append((asked, answer))
         if reply["correct"]:
             break
+        candidates = [
+            row
+            for row in candidates
+            if verdict(row["noun"], row["category"], asked)["yes_or_no"] == answer
+        ]
     return turns
