@@ -86,13 +86,13 @@ def estimate_memory(
     dtype: str = "auto",
     load_in_4bit: bool = False,
     gradient_checkpointing: bool = False,
-    parts: int = 1,
+    parts: int | None = None,
 ) -> dict[str, int] | None:
     """Estimate the bytes of each part; None if the architecture is not known.
 
     Args:
         tokens: of a micro-batch.
-        parts: into which the base model is spread; the trainer holds one.
+        parts: into which FSDP2 spreads the base model; the trainer holds one. None: it does not.
         cached: tokens whose keys and values the embedded sampler holds; 0: another one samples.
     """
     base = model_without_weights(name)
@@ -120,14 +120,14 @@ def estimate_memory(
         width, ranks = matrix.shape[::-1] if reads else matrix.shape
         copied = 4 if reads and size < 4 else 0
         activation += width * (size + copied) * (active if ranks > rank else 1) + reads * 4 * rank
-    if size == 4 and not load_in_4bit and parts == 1:
+    if size == 4 and not load_in_4bit and parts is None:
         activation -= size * sum(mlp.down_proj.in_features for mlp in joined_mlps(attached))
     if gradient_checkpointing:  # the input of each layer, and all of one
         layers = config.num_hidden_layers
         activation = activation // layers + layers * config.hidden_size * size
     logits = min(tokens * config.vocab_size, MAX_LOGITS) * _LOGITS_BYTES
     found = {
-        "weights": weights // parts,
+        "weights": weights // (parts or 1),
         "adapter and optimizer": adapter * _ADAM_BYTES,
         f"activations of {tokens} tokens": activation * tokens + logits,
     }

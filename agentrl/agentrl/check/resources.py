@@ -41,7 +41,7 @@ def memory_findings(config: TrainConfig, rows: Sequence[TrainingRow]) -> Iterato
         model.name, device=device, dtype=model.dtype, load_in_4bit=model.load_in_4bit,
         rank=learning.rank, adapters=len(config.trained),
         gradient_checkpointing=learning.gradient_checkpointing,
-        parts=learning.trainers if learning.shard_base else 1,
+        parts=config.parts_of_base,
         tokens=max(batch.input_ids.numel() for batch in packed),
         cached=in_flight * max(len(row.tokens) for row in rows)
         if config.sampler.kind == "embedded" else 0,

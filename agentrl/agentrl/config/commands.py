@@ -180,6 +180,13 @@ class TrainConfig(ScoredCommand):
     def gateway_count(self) -> int:
         return max(super().gateway_count, self.gateway.gateways, self.sampler.samplers)
 
+    @property
+    def parts_of_base(self) -> int | None:
+        """Into how many parts FSDP2 spreads the base model on each node; None: each trainer has
+        all of it."""
+        spread = self.learning.shard_base or self.run.backend == "verl"
+        return self.learning.trainers // self.verl.nodes if spread else None
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         checks.check_train(self)

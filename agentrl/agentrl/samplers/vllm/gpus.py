@@ -41,13 +41,12 @@ def _free_share(config: ModelCommand, device: torch.device) -> float:
     if not isinstance(config, TrainConfig):
         return _ALONE
     model, learning = config.model, config.learning
-    spread = learning.shard_base or config.run.backend == "verl"
     how = {"rank": learning.rank, "device": device, "dtype": model.dtype,
            "gradient_checkpointing": learning.gradient_checkpointing}  # fmt: skip
     parts = estimate_memory(
         model.name, cached=0, adapters=len(config.trained), **how,
         tokens=learning.micro_batch_tokens or fitting_token_budget(model.name, **how),
-        parts=learning.trainers // config.verl.nodes if spread else 1,
+        parts=config.parts_of_base,
     )  # fmt: skip
     if parts is None:
         return _UNKNOWN

@@ -50,7 +50,7 @@ def test_vllm_gets_what_the_trainer_leaves(monkeypatch: pytest.MonkeyPatch) -> N
     eight = {"trainers": 8, "micro_batch_tokens": 64}  # few: it is the weights that are spread
     whole, spread = share(0.04, **eight), share(0.04, shard_base=True, **eight)
     assert 0.1 < whole < spread == share(0.04, verl_nodes=1, **eight) < 0.9
-    assert share(0.04, verl_nodes=8, **eight) == whole
+    assert share(0.04, verl_nodes=8, **eight) < whole  # one worker a node, with PEFT's activations
     assert share(0.01) == 0.1
     assert memory_share(ServeConfig(), torch.device("cuda"), 1) == 0.9
     assert memory_share(ServeConfig(), torch.device("cuda"), 3) == 0.3  # they share the GPU
