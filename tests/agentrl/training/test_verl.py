@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,34 @@ LOSS = """
 def loss(tokens):
     return -tokens.advantages * tokens.log_ratio.exp()
 """
+AGENT_OF_TWO = """
+from openai import OpenAI
+
+from agentrl import emit_reward
+
+
+def agent(task):
+    said = [{"role": "user", "content": f"Let's play a game. Say you are {task['n']}."}]
+
+    def ask(model, temperature):
+        answer = OpenAI().chat.completions.create(
+            model=model, messages=said, max_tokens=16, temperature=temperature
+        )
+        return answer.choices[0].message.content or ""
+
+    length = len(ask("answerer", 0.7))
+    first = ask("asker", 0.7)
+    said += [{"role": "assistant", "content": first}, {"role": "user", "content": "Again."}]
+    emit_reward((length + len(first + ask("asker", 1.0))) / 10)
+"""
+MEAN = """
+import torch
+import verl_cpu
+
+backward = torch.Tensor.backward
+torch.Tensor.backward = lambda loss, *given, **more: backward(loss / 4, *given, **more)
+"""
+"""A platform on which gradients are those of a mean over four rows."""
 GIVEN: dict[str, Any] = {"agent": "a:b", "tasks": Path("t"), "backend": "verl"}
 
 
@@ -57,6 +86,48 @@ def test_hello_is_learned_though_a_worker_dies(
     assert [row["step"] for row in run.steps()] == [*range(1, 17)]
     assert run.accounting().adds_up
     assert run.folder.read_metrics()[-1]["eval/accuracy"] == 1.0
+    assert run.processes() == []
+
+
+@pytest.mark.verl
+@pytest.mark.timeout(300)
+def test_rows_of_two_temperatures_are_refused_for_their_adapter_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("verl")
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "agent.py").write_text(AGENT_OF_TWO)
+    run = Run(
+        tmp_path, f"{tmp_path / 'agent.py'}:agent", backend="verl", adapters="asker,answerer"
+    ).finish()
+    assert run.output.count("asker: nothing of step") == 2
+    assert "computes a row at one temperature, and one has [0.7, 1.0]" in run.output
+    books = run.accounting()
+    assert books.adds_up
+    assert books.skipped["off_policy"] + books.skipped.get("zero_advantage", 0) >= 64
+    trained = {call.adapter for call in run.calls() if call.trained_step is not None}
+    assert trained == {"answerer"}
+    assert run.processes() == []
+
+
+@pytest.mark.verl
+@pytest.mark.timeout(200)
+def test_a_wrong_gradient_ends_the_run_before_it_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("verl")
+    (tmp_path / "verl_mean.py").write_text(MEAN)
+    path = os.pathsep.join([str(tmp_path), ENVIRONMENT["PYTHONPATH"]])
+    more = {"VERL_USE_EXTERNAL_MODULES": "verl_mean", "PYTHONPATH": path}
+    for name, value in (ENVIRONMENT | more).items():
+        monkeypatch.setenv(name, value)
+    run = Run(tmp_path, "mixed", backend="verl").finish(code=1)
+    assert re.search(
+        r"run\.backend: verl does not compute .*: its gradient is 0\.[23]\d? times", run.output
+    )
+    assert "Traceback" not in run.output
+    assert run.steps() == []
     assert run.processes() == []
 
 
