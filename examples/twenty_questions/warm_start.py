@@ -45,7 +45,7 @@ def main(
     """Write the adapter to FOLDER/adapter.
 
     Args:
-        games: of which each is one row; 6,400 of the simple game, 2,560 of the full one.
+        games: of which each is one row; 6,400 of the simple game, 640 of the full one.
     """
     rules = SMALL_SIMPLE if simple else SMALL_FULL
     folder = folder or Path(f"runs/twenty-questions-{'simple' if simple else 'full'}-warm")
@@ -53,7 +53,7 @@ def main(
     with ServiceClient(folder=folder) as service:
         client = service.create_lora_training_client("smollm2-135m", rank=32, seed=0)
         tokenizer = client.get_tokenizer()
-        for _ in range((games or (6400 if simple else 2560)) // batch):
+        for _ in range((games or (6400 if simple else 640)) // batch):
             played = [conversation(rules, game(rng, simple=simple))[:-1] for _ in range(batch)]
             data = [datum(tokenizer, messages) for messages in played]
             tokens = sum(sum(one.loss_fn_inputs["weights"]) for one in data)

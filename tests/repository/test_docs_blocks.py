@@ -25,7 +25,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 # Models as the pages print them, and the one that is here.
-MODELS = {"Qwen/Qwen3-0.6B": "agentrl-tiny"}
+MODELS = {"Qwen/Qwen2.5-0.5B-Instruct": "agentrl-tiny"}
 
 # What the blocks of each page need that is not here, and how many of them do.
 NEEDS: dict[str, dict[str, int]] = {

@@ -104,7 +104,10 @@ def _parse_flags(command: type[Table], tokens: Sequence[str]) -> tuple[dict[str,
     except argparse.ArgumentError as error:
         raise ConfigError(str(error)) from error
     for flag in (token.partition("=")[0] for token in rest if token.startswith("-")):
-        raise ConfigError(f"{flag}: {_unknown_flag(flag, command)}")
+        if not flag.startswith("-- "):  # which begins an agent's command line
+            raise ConfigError(f"{flag}: {_unknown_flag(flag, command)}")
+    if {"true", "false"} & set(rest):
+        raise ConfigError("true, false: a flag of yes or no takes no value: --NAME or --no-NAME")
     if len(rest) > 1:
         raise ConfigError(f"{rest[1]!r} is one argument too many: the agent is {rest[0]!r}")
     return vars(given), rest

@@ -40,6 +40,7 @@ def train(*flags: str, **environment: str) -> TrainConfig:
         ("--frobnicate", "--frobnicate: there is no such flag. See --help-all."),
         ("--runners", "expected one argument"),
         ("other:agent", "one argument too many"),
+        ("--sampler.vllm.sleep true", "true, false: a flag of yes or no takes no value"),
         ("--models nonsense", "models: got 'nonsense', but it is not valid JSON"),
         ("AGENTRL_GROUP_SIZE=1", "Did you mean rollouts.group_size?"),
         ("AGENTRL_ROLLOUTS__GROUP_SIZ=1", "Did you mean rollouts.group_size?"),
@@ -66,6 +67,11 @@ def test_wrong_flags_variables_and_keys_name_the_right_ones(
     with pytest.raises(ConfigError) as caught:
         train(*flags, **environment)
     assert message in str(caught.value)
+
+
+def test_a_command_line_after_two_dashes_is_the_agent() -> None:
+    done = load(TrainConfig, ["-- ./agent.sh {question}", "--tasks", "t"], {})
+    assert done.agent.entrypoint == "-- ./agent.sh {question}"
 
 
 def test_variables_of_agents_and_of_other_commands_are_no_settings() -> None:
