@@ -182,8 +182,8 @@ class TrainConfig(ScoredCommand):
 
     @property
     def parts_of_base(self) -> int | None:
-        """Into how many parts FSDP2 spreads the base model on each node; None: each trainer has
-        all of it."""
+        """Into how many parts FSDP2 spreads the base model, with verl on each node; None: each
+        trainer has all of it."""
         spread = self.learning.shard_base or self.run.backend == "verl"
         return self.learning.trainers // self.verl.nodes if spread else None
 

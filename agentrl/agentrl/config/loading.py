@@ -103,8 +103,9 @@ def _parse_flags(command: type[Table], tokens: Sequence[str]) -> tuple[dict[str,
         given, rest = parser.parse_known_args(tokens)
     except argparse.ArgumentError as error:
         raise ConfigError(str(error)) from error
-    for flag in (token.partition("=")[0] for token in rest if token.startswith("-")):
-        if not flag.startswith("-- "):  # which begins an agent's command line
+    for token in rest:
+        if token.startswith("-") and not token.startswith("-- "):  # an agent's command line
+            flag = token.partition("=")[0]
             raise ConfigError(f"{flag}: {_unknown_flag(flag, command)}")
     if {"true", "false"} & set(rest):
         raise ConfigError("true, false: a flag of yes or no takes no value: --NAME or --no-NAME")

@@ -54,14 +54,17 @@ torch.Tensor.backward = lambda loss, *given, **more: backward(loss / 4, *given, 
 GIVEN: dict[str, Any] = {"agent": "a:b", "tasks": Path("t"), "backend": "verl"}
 
 
-@pytest.mark.verl
-@pytest.mark.timeout(400)
-def test_hello_is_learned_though_a_worker_dies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def verl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment of a run on verl's workers."""
     pytest.importorskip("verl")
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
+
+
+@pytest.mark.verl
+@pytest.mark.timeout(400)
+def test_hello_is_learned_though_a_worker_dies(verl: None, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(LOSS)
     run = Run(
         tmp_path, f"{AGENT}:agent", task_count=100, backend="verl", trainers=2, runners=8,
@@ -92,11 +95,8 @@ def test_hello_is_learned_though_a_worker_dies(
 @pytest.mark.verl
 @pytest.mark.timeout(300)
 def test_rows_of_two_temperatures_are_refused_for_their_adapter_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    verl: None, tmp_path: Path
 ) -> None:
-    pytest.importorskip("verl")
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
     (tmp_path / "agent.py").write_text(AGENT_OF_TWO)
     run = Run(
         tmp_path, f"{tmp_path / 'agent.py'}:agent", backend="verl", adapters="asker,answerer"
@@ -114,14 +114,11 @@ def test_rows_of_two_temperatures_are_refused_for_their_adapter_alone(
 @pytest.mark.verl
 @pytest.mark.timeout(200)
 def test_a_wrong_gradient_ends_the_run_before_it_trains(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    verl: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("verl")
     (tmp_path / "verl_mean.py").write_text(MEAN)
-    path = os.pathsep.join([str(tmp_path), ENVIRONMENT["PYTHONPATH"]])
-    more = {"VERL_USE_EXTERNAL_MODULES": "verl_mean", "PYTHONPATH": path}
-    for name, value in (ENVIRONMENT | more).items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "verl_mean")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     run = Run(tmp_path, "mixed", backend="verl").finish(code=1)
     assert re.search(
         r"run\.backend: verl does not compute .*: its gradient is 0\.[23]\d? times", run.output
