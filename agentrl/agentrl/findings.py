@@ -27,7 +27,7 @@ _AGAIN_AFTER = 25  # steps
 
 MORE_SIGNAL = (
     "reward parts of the result, choose easier tasks, sample more per task (--group-size) or at a "
-    "higher temperature, or train on supervised examples first (examples/recipes/sft.py)"
+    "higher temperature, or train on examples of good answers first (`agentrl sft`)"
 )
 
 

@@ -36,13 +36,14 @@ NEEDS: dict[str, dict[str, int]] = {
     "docs/deploy.md": {"Docker": 3, "a cluster": 2},
     "docs/vllm.md": {"a GPU": 3},
     "docs/devices.md": {"a GPU": 1},
+    "docs/install.md": {"an environment of its own": 1, "a GPU": 1},
     "docs/window.md": {"an environment of its own": 1},
     "docs/coding_agents.md": {"a coding agent": 1},
     "docs/coding_tasks.md": {"a coding agent": 1, "Harbor and Docker": 1},
 } | {
     f"docs/{name}.md": {}
     for name in (
-        *("tutorial", "runs", "adapters", "attribution", "client", "protocols", "sweeps"),
+        *("tutorial", "multi-turn", "runs", "adapters", "attribution", "client", "protocols", "sweeps"),
         "own-algorithms",
         "before-rl",
     )

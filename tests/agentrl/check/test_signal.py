@@ -39,7 +39,7 @@ def test_the_success_has_an_interval_over_tasks() -> None:
         ([[0, 1, 0, 1]] * 2, {}, "in about 16 of 16 groups of 4 rollouts the rewards will differ",
          ""),
         ([[0] * 63 + [1]] + [[0] * 64] * 2, {}, "weak signal: in about 0 of 16", "easier tasks"),
-        ([[0] * 8] * 4, {}, "no signal: all 32 rollouts earned 0", "recipes/sft.py"),
+        ([[0] * 8] * 4, {}, "no signal: all 32 rollouts earned 0", "agentrl sft"),
         ([[1] * 8] * 4, {}, "no signal: all 32 rollouts succeeded", "harder"),
         ([[0] * 8, [1] * 8], {}, "no signal: all rollouts of a task earned the same", "easier"),
         ([[None], [None]], {}, "no signal: no rollout has a reward", "emit_reward"),

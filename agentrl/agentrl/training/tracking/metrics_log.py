@@ -47,7 +47,8 @@ class MetricsLog:
             try:
                 importlib.import_module(name)
             except ImportError as error:
-                how = f"`pip install 'agentrl-middleware[{name}]'`, or leave it out"
+                package = "mlflow-skinny" if name == "mlflow" else name
+                how = f"pip install {package}, or leave it out"
                 raise ConfigError(f"run.trackers: {name}: {error}; {how}") from error
 
     def go_back(self, step: int, checkpointed: Mapping[str, Any] | None) -> None:
