@@ -43,8 +43,8 @@ NEEDS: dict[str, dict[str, int]] = {
 } | {
     f"docs/{name}.md": {}
     for name in (
-        *("tutorial", "multi-turn", "runs", "adapters", "attribution", "client", "protocols", "sweeps"),
-        "own-algorithms",
+        *("tutorial", "runs", "adapters", "attribution", "client", "protocols", "sweeps"),
+        *("multi-turn", "own-algorithms"),
         "before-rl",
     )
 }
