@@ -96,6 +96,16 @@ def test_other_adapters_are_context() -> None:
     assert (guesser.adapter, guesser.mask) == ("guesser", [False, False, False, True])
 
 
+def test_calls_of_another_temperature_are_context_where_rows_have_one() -> None:
+    x = make("x", [1], [2], seq=0)
+    y = make("y", [1, 2, 3], [4], seq=1, params={"temperature": 0.7})
+    z = make("z", [1, 2, 3, 4, 5], [6], seq=2, params={"temperature": 0.0})  # trains at 1
+    assert call_ids(x, y, z) == [["x", "y", "z"]]
+    apart = build_trajectories([x, y, z], SkipRules(max_length=64, one_temperature=True))
+    check_invariants([x, y, z], apart)
+    assert [each.call_ids for each in apart.trajectories] == [["y"], ["x", "z"]]
+
+
 def test_calls_without_credit_stay_in_the_mask() -> None:
     calls = [make("a", [1], [2], 0), make("b", [1, 2, 3], [4, 5], 1)]
     [path] = build_trajectories(calls, SkipRules(max_length=64)).trajectories

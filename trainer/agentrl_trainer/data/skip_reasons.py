@@ -34,6 +34,8 @@ class SkipRules:
     """What to do with calls for which ``sampled_otherwise`` names a deviation: ``train`` on them as
     they are (biased), ``weight`` those whose importance weight is known and skip the others, or
     ``skip`` all."""
+    one_temperature: bool = False
+    """Whether the calls of a trajectory must have one sampling temperature, as with verl."""
 
 
 def call_reason(call: Call, rules: SkipRules) -> SkipReason | None:

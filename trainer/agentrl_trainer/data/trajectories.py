@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from agentrl_tracer.schemas import Call, SkipReason
-from agentrl_trainer.data.skip_reasons import SkipRules, attempt_reasons
+from agentrl_trainer.data.skip_reasons import SkipRules, attempt_reasons, temperature_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +59,15 @@ class TrajectorySet(NamedTuple):
 def build_trajectories(calls: Sequence[Call], rules: SkipRules) -> TrajectorySet:
     """Cut the call graph of one attempt into trajectories. The order of ``calls`` has no effect."""
     skipped = attempt_reasons(calls, rules)
-    kept: defaultdict[str, list[Call]] = defaultdict(list)
+    kept: defaultdict[tuple[str, float], list[Call]] = defaultdict(list)
     for call in sorted(calls, key=call_order):
         if call.id not in skipped and call.adapter is not None:
-            kept[call.adapter].append(call)
+            kept[call.adapter, temperature_of(call) if rules.one_temperature else 1.0].append(call)
     # Tokens of other adapters and of skipped calls are context: they stand in later prompts.
     trajectories = [
         Trajectory(adapter, chain)
-        for adapter in sorted(kept)
-        for chain in _chains(kept[adapter], _parents(kept[adapter]))
+        for (adapter, _), own in sorted(kept.items())
+        for chain in _chains(own, _parents(own))
     ]
     return TrajectorySet(trajectories, skipped)
 

@@ -36,6 +36,7 @@ def step_settings(
         skip_agents=tuple(algorithm.skip_agents),
         truncated=algorithm.truncated,
         off_policy=algorithm.off_policy,
+        one_temperature=config.run.backend == "verl",
     )
 
 

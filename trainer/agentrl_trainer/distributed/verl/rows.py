@@ -91,8 +91,8 @@ def temperatures_of(rows: Sequence[TrainingRow]) -> list[float]:
         found = {value for value, on in zip(column, row.mask, strict=True) if on} or {1.0}
         if len(found) > 1:
             raise RefusedRows(
-                f"verl computes a row at one temperature, and one has {sorted(found)}: ask for the "
-                "same one in all calls of a rollout"
+                f"verl computes a row at one temperature, and one has {sorted(found)}: cut "
+                "trajectories by rules.one_temperature"
             )
         each.append(found.pop())
     return each
