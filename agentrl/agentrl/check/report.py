@@ -25,7 +25,7 @@ from agentrl_trainer.data.training_row import TrainingRow, to_training_row
 from agentrl_trainer.data.trajectories import build_trajectories
 from agentrl_trainer.models.loading import load_facts
 
-_BEGINS = (Branch.NO_ROLLOUT, Branch.FIRST_CALL, Branch.NEW_CONVERSATION)
+_BEGINS = (Branch.NO_ROLLOUT, Branch.FIRST_CALL)
 _TOOL = {"type": "function", "function": {"name": "look_up_color", "parameters": {}}}
 
 

@@ -182,7 +182,7 @@ class ChatService:
         known = None if memory is None else memory.conversations
         asked = (request.messages, request.tools, adapter, limit)
         prompt = render_prompt(self._renderer(request), known, *asked)
-        if prompt.branched is not None and request.earlier is not None:
+        if prompt.continues is None and request.earlier is not None:
             # Outside rollouts, or an earlier process answered it.
             known = Conversations() if known is None else known
             with contextlib.suppress(ApiError):  # what was valid then may be refused now

@@ -41,6 +41,7 @@ class Branch(StrEnum):
     MODEL_CHANGED = "model_changed"  # another adapter replied
     HISTORY_EDITED = "history_edited"  # an earlier message or the reply was never so
     COMPACTED = "compacted"  # new or edited, after the agent's compaction; see AttemptMemory
+    REPLY_CUT = "reply_cut"  # its last tokens are missing, as a stop string's
     THINKING_STRIPPED = "thinking_stripped"  # by the chat template, as Qwen3's does, or the agent
     TEMPLATE_REWRITES = "template_rewrites"  # the template writes the past differently
 
@@ -73,9 +74,11 @@ class Said:
         ids: all tokens, which begin with those of ``before``.
         asked: digest of the prompt's text, as the template wrote it.
         reply: the conversation's last message, normalized.
+        sampled: all tokens of the reply, which begins at ``start``; ``ids`` lack the turn's end and
+            a stop string.
     """
 
-    __slots__ = ("_before", "_own", "asked", "length", "reply")
+    __slots__ = ("_before", "_own", "asked", "length", "reply", "sampled", "start")
 
     def __init__(
         self,
@@ -83,12 +86,15 @@ class Said:
         before: Said | None = None,
         asked: bytes = b"",
         reply: Message | None = None,
+        sampled: Sequence[int] = (),
+        start: int = 0,
     ) -> None:
         shared = 0 if before is None else before.length
         self._before = before
         self._own = array("i", ids[shared:])
         self.length = len(ids)
         self.asked, self.reply = asked, reply or {}
+        self.sampled, self.start = array("i", sampled), start
 
     def ids(self) -> list[int]:
         parts: list[array[int]] = []
@@ -97,6 +103,10 @@ class Said:
             parts.append(said._own)
             said = said._before
         return list(chain.from_iterable(reversed(parts)))
+
+    def is_whole_in(self, ids: Sequence[int]) -> bool:
+        """Whether a prompt that continues it has all tokens of the reply."""
+        return array("i", ids[self.start : self.start + len(self.sampled)]) == self.sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +200,8 @@ def render_prompt(
             ids = known and _continue(renderer, known.ids(), normal[:count], tools, text, limit)
             if ids is not None:
                 continues = known
+                if branched is None and not known.is_whole_in(ids):
+                    branched = Branch.REPLY_CUT
                 break
             branched = branched or _reason(conversations, normal, keys[count], why)
     if ids is None:
@@ -248,7 +260,8 @@ def remember_reply(
     elif kept and renderer.is_stop(kept[-1]):
         kept.pop()  # the template writes the turn's end, see _continue
     normal = renderer.normalize([reply])[0]
-    said = Said([*prompt.ids, *kept], prompt.continues, _digest(prompt.text), normal)
+    ids, asked, start = [*prompt.ids, *kept], _digest(prompt.text), len(prompt.ids)
+    said = Said(ids, prompt.continues, asked, normal, response_ids, start)
     conversations.put(prompt.key.then(normal), said)
 
 

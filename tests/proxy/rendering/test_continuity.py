@@ -222,6 +222,8 @@ def test_truncated_and_stopped_replies_continue(gateway: Running) -> None:
         kept = len(call.prompt_ids) + len(said)
         assert later.prompt_ids[:kept] == (call.prompt_ids + call.response_ids)[:kept]
         assert f"assistant\n{said}<|im_end|>\n" in text(later.prompt_ids)
+        assert not extends(later, call)
+        assert later.params["branched"] == "reply_cut"
 
 
 def test_each_choice_can_be_continued(gateway: Running) -> None:

@@ -199,14 +199,18 @@ def check(gateway: Running, call: Call, past: Past, talk: Conversation) -> Branc
     assert call.params["continued"] == bool(matches)
     fully = bool(matches) and matches[-1] == ends[-1]
     branch = None if fully else past.branch(talk, ends)
-    assert call.params.get("branched") == branch
     if not matches:
         assert call.prompt_ids == gateway.renderer.render(talk.messages, talk.tools)
+        assert call.params.get("branched") == branch
         return branch
     earlier = known[key(talk.messages[: matches[-1]], talk.tools)]
     stopped = earlier.params["stop"] and earlier.finish_reason == "stop"
     tokens = earlier.prompt_ids + ([] if stopped else earlier.response_ids)
     assert call.prompt_ids[: len(tokens)] == tokens
+    whole = earlier.prompt_ids + earlier.response_ids
+    if fully and call.prompt_ids[: len(whole)] != whole:
+        branch = Branch.REPLY_CUT
+    assert call.params.get("branched") == branch
     return branch
 
 
