@@ -198,7 +198,7 @@ def render_prompt(
             if known is None and tried < _COMPARED_AS_TEXT:
                 known, why = _written_alike(renderer, conversations, normal[:count], tools, adapter)
             ids = known and _continue(renderer, known.ids(), normal[:count], tools, text, limit)
-            if ids is not None:
+            if known is not None and ids is not None:
                 continues = known
                 if branched is None and not known.is_whole_in(ids):
                     branched = Branch.REPLY_CUT
