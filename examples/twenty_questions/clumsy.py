@@ -1,12 +1,17 @@
 """A clumsy player: it asks at random, and what it names fits the answers three times of four.
 
+    python examples/twenty_questions/clumsy.py > games.jsonl   # full games, as chats for agentrl sft
+
 The offline answerer understands all that it asks. It knows training nouns only.
 """
 
+import json
 import random
 from typing import Any
 
+from agent import SMALL_FULL, conversation
 from answerer import load_nouns, verdict
+from cyclopts import run
 
 SIMPLE = ("animal", "clothing", "food", "vehicle")
 QUESTIONS = str.splitlines("""\
@@ -77,7 +82,7 @@ def full_question(
 
 def game(rng: random.Random, *, simple: bool) -> list[tuple[str, str]]:
     """Return the questions and answers of one game about a training noun."""
-    rows = [row for row in load_nouns("train").values() if not simple or row["category"] in SIMPLE]
+    rows = [*load_nouns("simple_train" if simple else "train").values()]
     secret = rng.choice(rows)
     candidates = rows  # the nouns that every answer so far fits
     turns: list[tuple[str, str]] = []
@@ -98,3 +103,15 @@ def game(rng: random.Random, *, simple: bool) -> list[tuple[str, str]]:
             if verdict(row["noun"], row["category"], asked)["yes_or_no"] == answer
         ]
     return turns
+
+
+def main(games: int = 800) -> None:
+    """Print full games."""
+    rng = random.Random(0)
+    for _ in range(games):
+        messages = conversation(SMALL_FULL, game(rng, simple=False))[:-1]
+        print(json.dumps({"messages": messages}))
+
+
+if __name__ == "__main__":
+    run(main)

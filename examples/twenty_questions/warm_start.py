@@ -1,6 +1,6 @@
-"""Show the model the form of the game: supervised fine-tuning on a clumsy player's games.
+"""Show the model the form of the simple game: supervised fine-tuning on a clumsy player's games.
 
-    python examples/twenty_questions/warm_start.py --simple
+    python examples/twenty_questions/warm_start.py
     agentrl export runs/twenty-questions-simple-warm/adapter runs/twenty-questions-simple-base \\
         --merged --model smollm2-135m
 
@@ -11,7 +11,7 @@ to play well is left to the training.
 import random
 from pathlib import Path
 
-from agent import SMALL_FULL, SMALL_SIMPLE, conversation
+from agent import SMALL_SIMPLE, conversation
 from clumsy import game
 from cyclopts import run
 
@@ -36,25 +36,22 @@ def datum(tokenizer, messages: list[dict[str, str]]) -> Datum:
 
 
 def main(
-    simple: bool = False,
-    games: int | None = None,
+    games: int = 6400,
     batch: int = 32,
     learning_rate: float = 1e-3,
-    folder: Path | None = None,
+    folder: Path = Path("runs/twenty-questions-simple-warm"),
 ) -> None:
     """Write the adapter to FOLDER/adapter.
 
     Args:
-        games: of which each is one row; 6,400 of the simple game, 640 of the full one.
+        games: of which each is one row.
     """
-    rules = SMALL_SIMPLE if simple else SMALL_FULL
-    folder = folder or Path(f"runs/twenty-questions-{'simple' if simple else 'full'}-warm")
     rng = random.Random(0)
     with ServiceClient(folder=folder) as service:
         client = service.create_lora_training_client("smollm2-135m", rank=32, seed=0)
         tokenizer = client.get_tokenizer()
-        for _ in range((games or (6400 if simple else 640)) // batch):
-            played = [conversation(rules, game(rng, simple=simple))[:-1] for _ in range(batch)]
+        for _ in range(games // batch):
+            played = [conversation(SMALL_SIMPLE, game(rng, simple=True))[:-1] for _ in range(batch)]
             data = [datum(tokenizer, messages) for messages in played]
             tokens = sum(sum(one.loss_fn_inputs["weights"]) for one in data)
             done = client.forward_backward(data, "cross_entropy", normalize_by=tokens)
