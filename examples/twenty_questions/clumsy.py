@@ -1,17 +1,13 @@
 """A clumsy player: it asks at random, and what it names fits the answers three times of four.
 
-    python examples/twenty_questions/clumsy.py > games.jsonl   # full games, as chats for agentrl sft
-
 The offline answerer understands all that it asks. It knows training nouns only.
 """
 
-import json
+import functools
 import random
 from typing import Any
 
-from agent import SMALL_FULL, conversation
 from answerer import load_nouns, verdict
-from cyclopts import run
 
 SIMPLE = ("animal", "clothing", "food", "vehicle")
 QUESTIONS = str.splitlines("""\
@@ -52,6 +48,11 @@ Do you find it in a house?""")
 def naming(word: str) -> str:
     article = "an " if word[0] in "aeiou" else "a "
     return f"Is it {'' if word in ('clothing', 'food', 'furniture') else article}{word}?"
+
+
+@functools.cache
+def answer_of(noun: str, asked: str) -> str:
+    return verdict(noun, noun, asked)["yes_or_no"]
 
 
 def simple_question(rng: random.Random, candidates: list[dict[str, Any]], *, first: bool) -> str:
@@ -97,21 +98,5 @@ def game(rng: random.Random, *, simple: bool) -> list[tuple[str, str]]:
         turns.append((asked, answer))
         if reply["correct"]:
             break
-        candidates = [
-            row
-            for row in candidates
-            if verdict(row["noun"], row["category"], asked)["yes_or_no"] == answer
-        ]
+        candidates = [row for row in candidates if answer_of(row["noun"], asked) == answer]
     return turns
-
-
-def main(games: int = 800) -> None:
-    """Print full games."""
-    rng = random.Random(0)
-    for _ in range(games):
-        messages = conversation(SMALL_FULL, game(rng, simple=False))[:-1]
-        print(json.dumps({"messages": messages}))
-
-
-if __name__ == "__main__":
-    run(main)
