@@ -42,21 +42,19 @@ def rows(name: str) -> list[dict[str, Any]]:
 # --- the nouns
 
 
-def test_nouns_of_eight_categories_of_which_five_each_are_held_out() -> None:
+def test_two_hundred_nouns_in_eight_categories_each_split_twenty_to_five() -> None:
     train, test = rows("train"), rows("test")
     nouns = [row["noun"] for row in train + test]
-    assert len(nouns) == len(set(nouns)) == 756
+    assert len(nouns) == len(set(nouns)) == 200
     assert all(noun == noun.strip().lower() and noun.isalpha() for noun in nouns)
-    counts = Counter(row["category"] for row in train)
-    assert len(counts) == 8
-    assert min(counts.values()) >= 65
-    assert Counter(row["category"] for row in test) == dict.fromkeys(counts, 5)
+    assert len({row["category"] for row in train}) == 8
+    for split, size in ((train, 20), (test, 5)):
+        assert set(Counter(row["category"] for row in split).values()) == {size}
     known = {name for row in train for name in row["attributes"]}
     assert {name for row in test for name in row["attributes"]} <= known
-    simple = ("animal", "clothing", "food", "vehicle")
-    assert rows("simple_test") == [row for row in test if row["category"] in simple]
-    assert all(row in train for row in rows("simple_train"))
-    assert Counter(row["category"] for row in rows("simple_train")) == dict.fromkeys(simple, 20)
+    simple = {"animal", "clothing", "food", "vehicle"}
+    for name in ("train", "test"):
+        assert rows(f"simple_{name}") == [row for row in rows(name) if row["category"] in simple]
 
 
 # --- the answerer
@@ -121,7 +119,7 @@ def test_the_clumsy_player_is_understood_and_names_no_test_noun(
     ("simple", "low", "high"),
     [
         (True, 0.65, 0.75),  # 0.44 without reading, 0.77 when all answers are read
-        (False, 0.11, 0.2),  # 0.08 without reading, 0.17 when all are read
+        (False, 0.52, 0.61),  # 0.30 without reading, 0.65 when all are read
     ],
 )
 def test_the_clumsy_player_reads_most_answers(
