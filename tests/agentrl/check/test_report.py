@@ -85,8 +85,9 @@ def test_every_line() -> None:
 def test_what_a_row_cannot_hold_is_said() -> None:
     """Calls that are too long, and those that do not continue."""
     rollouts, calls = records()
+    reasons = iter(["history_edited", "new_conversation", "reply_cut", "history_edited"])
     edited = [
-        replace(call, params={**call.params, "branched": "history_edited"}) if call.seq else call
+        replace(call, params={**call.params, "branched": next(reasons)}) if call.seq else call
         for call in calls
     ]
     found = said([0.0] * 4, rollouts, edited, learning={"max_length": 10})
@@ -95,7 +96,7 @@ def test_what_a_row_cannot_hold_is_said() -> None:
     )
     assert found["calls"][1] == (
         "0 of 4 later calls continue the one before, token for token; the others train as rows of "
-        "their own, which takes longer (history edited 4)"
+        "their own, which takes longer (history edited 2, new conversation 1, reply cut 1)"
     )
 
 
