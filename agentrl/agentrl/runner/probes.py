@@ -62,8 +62,8 @@ class QueueWatch:
     the store changes all the time, looks that find nothing become rarer.
     """
 
-    TICK_S = 0.05
     _FIRST_S, _LONGEST_S = 0.02, 0.2
+    _SHORTEST_TICK_S, _LONGEST_TICK_S = 0.05, 0.25
 
     def __init__(self, sqlite: str) -> None:
         """``sqlite``: the store's file; empty for a database server."""
@@ -77,6 +77,8 @@ class QueueWatch:
         unchanged = stamp is not None and stamp == self._seen
         if now - self._looked < (_LONGEST_SILENCE_S if unchanged else self._pause):
             return False
+        if self._empty_since is None:
+            self._empty_since = now
         # Taken before the look: what is written meanwhile counts as new.
         self._looked, self._seen = now, stamp
         self._pause = self._FIRST_S if unchanged else min(self._pause * 1.5, self._LONGEST_S)
@@ -87,6 +89,16 @@ class QueueWatch:
         self._looked = float("-inf")
         self._seen: object = None
         self._pause = self._FIRST_S
+        self._empty_since: float | None = None
+
+    def tick_s(self) -> float:
+        """Return for how long to sleep before the next ``due``.
+
+        A twentieth of how long the queue has been empty: many idle workers must not keep the
+        threads of an update waiting.
+        """
+        empty_s = 0.0 if self._empty_since is None else time.monotonic() - self._empty_since
+        return min(max(self._SHORTEST_TICK_S, empty_s / 20), self._LONGEST_TICK_S)
 
     def _stamp(self) -> object:
         for file in self._files:

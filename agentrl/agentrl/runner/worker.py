@@ -169,7 +169,7 @@ class Worker:
     def _listen(self) -> None:
         """Sleep until the agent or the pool says something, or something else is due."""
         full = len(self._running) == self._config.concurrency
-        tick_s = _TICK_S if full or self._stopping else QueueWatch.TICK_S
+        tick_s = _TICK_S if full or self._stopping else self._queue.tick_s()
         tick_s = _FLOODED_S if self._flooded else tick_s
         soon = min((one.deadline for one in self._running.values()), default=float("inf"))
         timeout_s = min(tick_s, max(soon - time.monotonic(), 0.001))

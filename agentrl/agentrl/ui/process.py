@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from agentrl.process_privacy import hide_memory
@@ -48,6 +48,8 @@ def main() -> None:
     hide_memory()
     end_with_parent()
     os.nice(10)  # the training goes before
+    with suppress(OSError):  # where Linux weighs sessions, a process's own value counts within one
+        Path("/proc/self/autogroup").write_text("10")
     from agentrl.ui.app import create_app, serve
 
     serve(create_app(Path(root)), socket.socket(fileno=int(descriptor)), kept_token(root))
