@@ -30,6 +30,8 @@ MORE_SIGNAL = (
     "higher temperature, or train on examples of good answers first (`agentrl sft`)"
 )
 
+WHERE_THE_MODEL_IS = "it is at OPENAI_BASE_URL, named AGENTRL_MODEL"
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:

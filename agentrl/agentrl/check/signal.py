@@ -67,4 +67,4 @@ def signal_finding(
         said, fix = f"all {len(given)} rollouts succeeded", "choose harder tasks"
     elif len(set(given)) > 1:
         said = "all rollouts of a task earned the same"
-    return Finding(f"{estimator} will have no signal: {said}", fix), 0.0
+    return Finding(f"{estimator} will probably have no signal: {said}", fix), 0.0

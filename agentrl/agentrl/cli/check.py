@@ -17,7 +17,7 @@ from agentrl.config.loading import load, steps_of
 from agentrl.console.output import console, print_block, print_line, print_sentences
 from agentrl.console.tables import facts
 from agentrl.console.trace_tree import rollout_trace
-from agentrl.findings import Finding
+from agentrl.findings import WHERE_THE_MODEL_IS, Finding
 from agentrl.runner.agent_spec import validate_agent
 from agentrl.scoring.functions import load_functions
 from agentrl.training.evaluation import plan_evaluation
@@ -61,7 +61,8 @@ def check_command(*tokens: Tokens) -> None:
             found, verdict = findings(config, steps_of(config, tasks), rollouts, calls, rewards)
     else:
         [why] = count_failures(rollouts)
-        found, verdict = {}, Finding(f"the first rollout failed: {why}", stops=True)
+        fix = "" if calls else f"it did not reach the model: {WHERE_THE_MODEL_IS}"
+        found, verdict = {}, Finding(f"the first rollout failed: {why}", fix, stops=True)
     lines = {name: [*map(asdict, some)] for name, some in found.items()}
     folder.write_json(folder.summary, {"verdict": asdict(verdict), **lines})
     print_line()

@@ -35,13 +35,19 @@ from agentrl.history.evaluations import (
 )
 from agentrl.history.sources import open_run
 from agentrl.runner.agent_spec import validate_agent
-from agentrl.runs.folder import RunFolder
+from agentrl.runs.folder import RunFolder, run_and_step
 from agentrl.runs.statistics import Estimate
 from agentrl.scoring.functions import RewardFunction, load_functions
 from agentrl.training.evaluation import plan_evaluation
 from agentrl.training.metrics import count_failures
 from agentrl_tracer.schemas import Json
 from agentrl_trainer.data.rewards import rollout_rewards
+
+
+def _max_tokens_of(source: str) -> int | None:
+    """Return the setting of the training run that an adapter is of; None: it is of none."""
+    run, _ = run_and_step(source)
+    return run.read_config().get("sampler", {}).get("max_tokens") if run.config.is_file() else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +118,11 @@ def _evaluate(
     model.adapter_path, model.answered_by = [source] if source else [], answered_by
     if not alone:
         print_line((name, "bold"))
+    if source and (trained_with := _max_tokens_of(source)) not in (None, config.sampler.max_tokens):
+        print_sentences(
+            f"note: {source} was trained with --max-tokens {trained_with}, and is evaluated with "
+            f"{config.sampler.max_tokens}"
+        )
     asks_for = model.adapter if answered_by else None
     with fixed_model(config, "eval", tasks, asks_for, rewards, source) as made:
         rollouts = made.execute(plan_evaluation(made.task_ids, 0, how, config.run.seed))

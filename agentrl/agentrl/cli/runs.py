@@ -103,7 +103,8 @@ def rollouts_command(
         found = find_rollouts(opened.index, query)
     _print(found.rows, json, screen.show_rollouts)
     if not json and (len(found.rows) < found.total or not found.rows):
-        print_line(f"{len(found.rows)} of {found.total:,} rollouts")
+        more = "; --limit 0 shows all" if found.rows else ""
+        print_line(f"{len(found.rows)} of {found.total:,} rollouts{more}")
 
 
 @runs_app.command(name="rollout")

@@ -8,8 +8,9 @@ from agentrl.config.commands import TrainConfig
 from agentrl.config.errors import ConfigError
 from agentrl.config.field_types import names_function
 from agentrl.config.settings.agent import AgentSettings
+from agentrl.console.output import print_sentences
 from agentrl.datasets.files import load_tasks
-from agentrl.runner.agent_spec import parse_agent
+from agentrl.runner.agent_spec import parse_agent, unknown_placeholders
 from agentrl.runner.coding_tasks.harbor import PREFIX, harbor_tasks
 from agentrl.runner.coding_tasks.sandbox import check_bubblewrap
 from agentrl.runner.coding_tasks.task import is_coding_task, parse_task
@@ -49,6 +50,12 @@ def read_tasks(path: Path, field: str, agent: AgentSettings) -> list[Json]:
     tasks = load_tasks(path, field)
     if parse_agent(agent.entrypoint).kind != "command":
         return tasks
+    plain = [task for task in tasks if not is_coding_task(task)]
+    for name in unknown_placeholders(agent.entrypoint, plain) if plain else []:
+        print_sentences(
+            f"note: agent.entrypoint: no task has a field {name!r}, so {{{name}}} is passed as it "
+            f"is (fields: {', '.join(sorted(set().union(*plain)))})"
+        )
     where, sandboxed = f"{field}: {path}", False
     for number, task in enumerate(tasks, start=1):
         try:

@@ -117,7 +117,7 @@ def _train(
     print_line((f"run folder {folder.root}", "dim"))
     if why := choose_runners(config.model.name, config.agent, how, how.batch_size * how.group_size):
         print_line((why, "dim"))
-    print_line(("loading torch, the gateway and the runners", "dim"))
+    print_line((f"loading {config.model.name}, the gateway and the runners", "dim"))
     with (
         _pages(config, folder) as pages,
         Session(folder, config, "train") as session,

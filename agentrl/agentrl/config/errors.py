@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.config.setting_names import nearest, setting_at, settings_of
@@ -17,7 +18,17 @@ class ConfigError(ValueError):
 
 def explain(error: ValidationError, command: type[BaseModel]) -> str:
     """Describe a validation error, a line for each wrong setting: name, value, what is allowed."""
-    return "\n".join(dict.fromkeys(_explain_one(one, command) for one in error.errors()))
+    # A misspelled name first: it may be the setting that the others say is missing.
+    problems = sorted(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
+    return "\n".join(dict.fromkeys(_explain_one(one, command) for one in problems))
+
+
+def no_run_folder(path: Path) -> str:
+    """Say that there is no run at ``path``, and where the one of this name is."""
+    near = Path("runs") / path
+    meant = f"; did you mean {str(near)!r}?" if (near / "config.json").is_file() else ""
+    why = "it has no config.json" if path.exists() else "it does not exist"
+    return f"{str(path)!r} is no run folder: {why}{meant}"
 
 
 def unknown_setting(name: str, command: type[BaseModel]) -> str:

@@ -23,7 +23,7 @@ from agentrl.config.commands import (
     TrainConfig,
     is_resumable,
 )
-from agentrl.config.errors import ConfigError, explain, unknown_setting
+from agentrl.config.errors import ConfigError, explain, no_run_folder, unknown_setting
 from agentrl.config.field_types import Table, from_names, split_step
 from agentrl.config.profiles import read_profile, within
 from agentrl.config.secrets import store_url
@@ -191,7 +191,7 @@ def _resumed(command: type[Table], folder: Path, given: Mapping[str, Any]) -> di
     that another one replaces."""
     path = folder / "config.json"
     if not path.is_file():
-        raise ConfigError(f"resume: {str(folder)!r} is no run folder: it has no config.json")
+        raise ConfigError(f"resume: {no_run_folder(folder)}")
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

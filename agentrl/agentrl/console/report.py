@@ -11,6 +11,7 @@ from rich.text import Text
 
 from agentrl.console.output import whole
 from agentrl.console.tables import NAME_WIDTH, facts
+from agentrl.findings import WHERE_THE_MODEL_IS
 from agentrl.runs.recorded import shown
 from agentrl_tracer.schemas import REWARD_RANGE, Accounting, SkipReason
 
@@ -34,7 +35,8 @@ def training_report(summary: Summary) -> Group:
     accounting = summary.accounting
     rewards = [reward for reward in summary.rewards if reward is not None]
     change = f"{rewards[0]:+.2f} → [b]{rewards[-1]:+.2f}[/]" if rewards else "there was none"
-    rows: list[tuple[str, str | Text]] = [("mean reward", f"{change} in {summary.steps} steps")]
+    steps = f"{summary.steps} step{'s' * (summary.steps != 1)}"
+    rows: list[tuple[str, str | Text]] = [("mean reward", f"{change} in {steps}")]
     if summary.held_out:
         first, last = summary.held_out[0][1], summary.held_out[-1][1]
         rows.append(("held-out accuracy", f"{first:.0%} → [b]{last:.0%}[/]"))
@@ -46,7 +48,8 @@ def training_report(summary: Summary) -> Group:
     rows.append(("time", f"{sum(summary.seconds.values()):.0f} s: {split}"))
     busy = summary.cores_busy
     told = [f"{name} {busy[name]:.0%}" for name in summary.seconds if name in busy]
-    rows.append(("cores busy", ", ".join(told)))
+    if told:
+        rows.append(("cores busy", ", ".join(told)))
     places = [
         whole((f"{name:<{NAME_WIDTH}}  ", "dim"), shown(path))
         for name, path in (
@@ -91,7 +94,7 @@ def _why_nothing_trained(accounting: Accounting) -> list[tuple[str, str]]:
     """Return each reason with its count, the most frequent first."""
     counts = Counter(accounting.skipped)
     if accounting.recorded == counts.pop(SkipReason.EVALUATION, 0):
-        said = ["the agent did not ask the model: it is at OPENAI_BASE_URL, named AGENTRL_MODEL"]
+        said = [f"the agent did not ask the model: {WHERE_THE_MODEL_IS}"]
     else:
         said = [f"{n} {why}: {_WHAT_HELPS.get(why, '')}" for why, n in counts.most_common()]
     return [("[red]not trained[/]", one.removesuffix(": ")) for one in said]

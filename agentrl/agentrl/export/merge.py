@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -51,6 +52,8 @@ def merge(peft: Path, model: str, out: Path, *, trust_remote_code: bool = False)
         base.tokenizer.save_pretrained(staging)
         if not is_reward_model(peft):
             ollama.write_modelfile(staging, base.tokenizer)
+        for file in staging.iterdir():  # safetensors keeps weights from other users
+            shutil.copymode(staging / "config.json", file)
 
 
 def _as_classifier(base: BaseModel, trust_remote_code: bool) -> PreTrainedModel:

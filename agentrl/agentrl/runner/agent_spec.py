@@ -32,6 +32,7 @@ _DOTTED = r"[^\W\d]\w*(?:\.[^\W\d]\w*)*"
 _FILE = re.compile(rf"(?P<file>.+\.py):(?P<name>{_DOTTED})")
 _MODULE = re.compile(rf"(?P<module>{_DOTTED}):(?P<name>{_DOTTED})")
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 class AgentSpecError(ValueError):
@@ -73,7 +74,7 @@ def parse_agent(spec: str) -> AgentSpec:
             return AgentSpec("module", match["module"], match["name"])
         if not has_space and not shutil.which(text):
             if text.endswith(".py"):
-                raise AgentSpecError(spec, f"it names no function; did you mean '{text}:run'?")
+                raise AgentSpecError(spec, f"it names no function: '{text}:NAME'{_has(Path(text))}")
             raise AgentSpecError(spec, "it is no spec, and there is no such executable")
     try:
         argv = tuple(shlex.split(command))
@@ -130,10 +131,9 @@ def _check_source(spec: str, path: Path, attribute: str) -> None:
     except SyntaxError as error:
         where = f"{path}, line {error.lineno}"
         raise AgentSpecError(spec, f"syntax error in {where}: {error.msg}") from None
-    definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     bound: set[str] = set()
     for node in ast.walk(tree):
-        if isinstance(node, definitions):
+        if isinstance(node, _DEFINITIONS):
             bound.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             bound.add(node.id)
@@ -141,8 +141,16 @@ def _check_source(spec: str, path: Path, attribute: str) -> None:
             bound.add((node.asname or node.name).partition(".")[0])
     dynamic = bound & {"*", "__getattr__"} or b"globals" in source
     if attribute.partition(".")[0] not in bound and not dynamic:
-        functions = [node.name for node in tree.body if isinstance(node, definitions)]
-        raise AgentSpecError(spec, f"{path} defines no {attribute!r} (it has {functions})")
+        raise AgentSpecError(spec, f"{path} defines no {attribute!r}{_has(path)}")
+
+
+def _has(path: Path) -> str:
+    """Name what a file defines, for an error; nothing if it cannot be read."""
+    try:
+        body = ast.parse(path.read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return ""
+    return f" (it has {[node.name for node in body if isinstance(node, _DEFINITIONS)]})"
 
 
 # ---- loading
@@ -295,6 +303,12 @@ def _run_command(argv: Sequence[str], task: Json) -> None:
     if code := process.returncode:
         ended = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
         raise CommandFailed(f"the agent's command {ended}")
+
+
+def unknown_placeholders(spec: str, tasks: Sequence[Json]) -> list[str]:
+    """Return the ``{name}`` of a command that no task has a field for: they stay as they are."""
+    names = [name for word in parse_agent(spec).argv for name in _PLACEHOLDER.findall(word)]
+    return [name for name in dict.fromkeys(names) if not any(name in task for task in tasks)]
 
 
 def _filled_in(argv: Sequence[str], task: Json) -> list[str]:

@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.config.errors import ConfigError
+from agentrl.config.errors import ConfigError, no_run_folder
 from agentrl.config.field_types import split_step
 from agentrl.process_privacy import open_private
 
@@ -92,7 +92,7 @@ class RunFolder:
         """
         folder = cls(path)
         if not folder.exists():
-            raise ConfigError(f"{field}: {str(path)!r} is no run folder: it has no config.json")
+            raise ConfigError(f"{field}: {no_run_folder(path)}")
         return folder
 
     def exists(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -9,7 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.config.checks import compares_groups
-from agentrl.findings import Finding, answered, cut_off, equal_rewards, thinking
+from agentrl.findings import (
+    WHERE_THE_MODEL_IS,
+    Finding,
+    answered,
+    cut_off,
+    equal_rewards,
+    thinking,
+)
 from agentrl.runs.metric_names import DIFFERENCE
 from agentrl.runs.recorded import shown
 from agentrl.timing import PhaseTimer
@@ -34,6 +42,7 @@ from agentrl_trainer.learner.step_stats import StepStats
 if TYPE_CHECKING:
     from agentrl.training.run import TrainingRun
 
+_PRINTED_LINES = 15  # of an attempt's output, where all have failed
 _OF_UPDATE = {
     "tokens/trained": "tokens",
     "tokens/total": "tokens_total",
@@ -187,6 +196,16 @@ def note_failed_rollouts(
     return problems
 
 
+def _end_of_output(run: TrainingRun, rollouts: Sequence[Rollout]) -> str:
+    """Return the last lines that an attempt has printed; of a command they tell what was wrong."""
+    for attempt in run.store.attempts([rollout.id for rollout in rollouts]):
+        with contextlib.suppress(OSError):
+            printed = Path(attempt.log).read_text(errors="replace") if attempt.log else ""
+            if lines := printed.rstrip().splitlines()[-_PRINTED_LINES:]:
+                return "\n".join([", the end of one:", *(f"  {line[:200]}" for line in lines)])
+    return ""
+
+
 def _first_error(
     run: TrainingRun, rollouts: Sequence[Rollout], expected: Collection[AttemptState]
 ) -> str:
@@ -228,10 +247,11 @@ def report_step_failures(
     problems = note_failed_rollouts(rollouts, "rollouts", note)
     failed = sum(problems.values())
     if failed == len(rollouts):
+        said = "; ".join(f"{count}×: {reason}" for reason, count in problems.items())
+        hint = "" if calls else f"\nNone of them reached the model: {WHERE_THE_MODEL_IS}."
         raise RunError(
-            "every rollout of the step failed. "
-            + "; ".join(f"{count}×: {reason}" for reason, count in problems.items())
-            + f"\nThe agent's output is in {run.folder.logs}"
+            f"every rollout of the step failed. {said}{hint}"
+            f"\nThe agent's output is in {run.folder.logs}{_end_of_output(run, rollouts)}"
         )
     note_unasked(run, [r for r in rollouts if r.id in batch.unasked], len(rollouts), "rollouts")
     if missing := sum(reward is None for reward in batch.rewards.values()) - failed:

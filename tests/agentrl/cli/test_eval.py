@@ -30,8 +30,10 @@ def test_a_checkpoint_by_step_is_compared_with_the_base_model(tmp_path: Path) ->
     done = agentrl(
         "eval", f"{HELLO / 'agent.py'}:agent", "--tasks", tmp_path / "tasks.jsonl",
         "--adapter-path", f"{run.root}@3", "--adapter-path", "base", "--by", "level",
-        "--fail-under", 0.9, "--runs", tmp_path, "--runners", 1,
+        "--fail-under", 0.9, "--runs", tmp_path, "--runners", 1, "--max-tokens", 9,
     )  # fmt: skip
+    said = f"{run.root}@3 was trained with --max-tokens 256, and is evaluated with 9"
+    assert said in " ".join(done.stdout.split())
     assert done.returncode == 1, done.stdout + done.stderr
     assert "trained@3: accuracy 0.0% is below 90.0%" in done.stdout
     assert "base: accuracy" not in done.stdout  # beside adapters it is what they are compared with

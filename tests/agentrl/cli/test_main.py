@@ -12,8 +12,11 @@ import torch
 
 from agentrl.cli import main as command_line
 from agentrl.cli.main import main
+from agentrl.cli.tasks import read_tasks
 from agentrl.config.commands import COMMANDS, TrainConfig
+from agentrl.config.errors import no_run_folder
 from agentrl.config.setting_names import settings_of
+from agentrl.config.settings.agent import AgentSettings
 from agentrl.console import output
 
 Cli = Callable[..., tuple[int, str]]
@@ -85,6 +88,29 @@ def test_mistakes_are_explained(cli: Cli, command: str, message: str) -> None:
     assert code == 2, said
     assert message in said
     assert "Traceback" not in said
+
+
+def test_a_run_that_is_named_without_its_folder_is_recognized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert no_run_folder(Path("first")) == "'first' is no run folder: it does not exist"
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    (tmp_path / "runs" / "first" / "config.json").write_text("{}")
+    assert no_run_folder(Path("first")).endswith("; did you mean 'runs/first'?")
+
+
+def test_a_misspelled_placeholder_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text('{"question": 1}\n')
+    read_tasks(tasks, "agent.tasks", AgentSettings(entrypoint="sh -c true {qestion} {question}"))
+    said = " ".join(capsys.readouterr().out.split())
+    assert said == (
+        "note: agent.entrypoint: no task has a field 'qestion', so {qestion} is passed as it is "
+        "(fields: question)"
+    )
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,16 @@ def test_wrong_flags_variables_and_keys_name_the_right_ones(
     assert message in str(caught.value)
 
 
+def test_a_misspelled_key_comes_before_what_is_missing_for_it(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text('[agent]\nentrypont = "json:loads"\n')
+    with pytest.raises(ConfigError) as caught:
+        load(TrainConfig, ["--config", str(file)], {})
+    first, *rest = str(caught.value).splitlines()
+    assert first == "agent.entrypont: there is no such setting. Did you mean agent.entrypoint?"
+    assert "agent.entrypoint: is missing" in " ".join(rest), caught.value
+
+
 def test_a_command_line_after_two_dashes_is_the_agent() -> None:
     done = load(TrainConfig, ["-- ./agent.sh {question}", "--tasks", "t"], {})
     assert done.agent.entrypoint == "-- ./agent.sh {question}"

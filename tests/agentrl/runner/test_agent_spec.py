@@ -12,6 +12,7 @@ from agentrl.runner.agent_spec import (
     CommandFailed,
     load_agent,
     parse_agent,
+    unknown_placeholders,
     validate_agent,
 )
 
@@ -66,7 +67,8 @@ def test_specs_are_understood(spec: str, kind: str, rest: tuple[str, ...]) -> No
     ("spec", "problem"),
     [
         ("", "empty"),
-        ("my_agent_module.py", "names no function"),
+        ("my_agent_module.py", "names no function: 'my_agent_module.py:NAME' (it has ['takes'"),
+        ("missing.py", "names no function: 'missing.py:NAME'"),
         ("nothing-like-it", "no such executable"),
         ("missing.py:run", "no file"),
         ("my_agent_module.py:nope", "defines no 'nope'"),
@@ -138,5 +140,7 @@ def test_a_file_can_import_what_lies_beside_it(tmp_path: Path) -> None:
 def test_commands_get_the_task(capfd: pytest.CaptureFixture[str]) -> None:
     load_agent("sh -c 'cat; echo \"$0|$1\"' {a} {b}-{missing}").run({"a": "x y", "b": [1]})
     assert capfd.readouterr().out == '{"a": "x y", "b": [1]}\nx y|[1]-{missing}\n'
+    spec, tasks = "sh -c true {a} {b} {a} {awk}", [{"a": 1}, {"b": 2}]
+    assert unknown_placeholders(spec, tasks) == ["awk"]
     with pytest.raises(CommandFailed, match="killed by signal 9"):
         load_agent("sh -c 'kill -9 $$'").run({})

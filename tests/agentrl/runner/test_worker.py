@@ -59,6 +59,15 @@ def test_a_failing_agent_is_an_error(shared_harness: RunnerHarness) -> None:
     assert error in Path(log or "").read_text()
 
 
+def test_an_agent_that_cannot_be_imported_is_an_error(harness: RunnerHarness) -> None:
+    harness.agents.write_text("import not_installed_xyz\ndef run(task): ...\n")
+    harness.start("run", Policies(on_error="drop"))
+    [attempt] = harness.finish(harness.enqueue())
+    assert attempt.state is AttemptState.ERROR
+    assert (attempt.error or "").endswith("No module named 'not_installed_xyz'")
+    assert Path(attempt.log or "").read_text().count("Traceback") == 1
+
+
 def test_errors_are_retried_in_a_fresh_process(harness: RunnerHarness) -> None:
     harness.start("raises", Policies(max_attempts=3))
     attempts = harness.finish(harness.enqueue())

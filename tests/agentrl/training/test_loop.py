@@ -231,6 +231,8 @@ def test_an_agent_that_never_works_ends_the_run_with_its_error(tmp_path: Path) -
     run.finish(code=1)
     assert "every rollout of the step failed" in run.output
     assert "no such luck" in run.output
+    assert "None of them reached the model: it is at OPENAI_BASE_URL" in run.output
+    assert ", the end of one:\n  Traceback" in run.output
 
 
 # ---- one step, by the run's settings

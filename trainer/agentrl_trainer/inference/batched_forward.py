@@ -7,12 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextvars import ContextVar
+from inspect import signature
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    DynamicCache,
+    PreTrainedModel,
+)
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import sdpa_mask
 
@@ -41,6 +47,7 @@ class BatchedForward:
     def __init__(self, base: BaseModel, options: dict[str, Any], *, by_rule: bool = False) -> None:
         self._base = base
         self._model = base.model
+        self._cache = _cache_argument(base.model)
         windows = (DynamicSlidingWindowLayer,) if by_rule else ()
         self._shape = _kv_shape(base, (DynamicLayer, *windows))
         self.bytes_per_token = self._shape.bytes_per_token
@@ -80,8 +87,8 @@ class BatchedForward:
                 input_ids=ids,
                 attention_mask=None if self._by_rule else self._mask(positions, rows.view),
                 position_ids=positions,
-                past_key_values=rows,
                 use_cache=True,
+                **{self._cache: rows},
                 **self._options,
             )
         finally:
@@ -100,6 +107,11 @@ class BatchedForward:
         return windows.view(len(positions), 1, -1, view)
 
 
+def _cache_argument(model: PreTrainedModel) -> str:
+    """Return what ``forward`` calls its cache; transformers 5.24 deprecates the older name."""
+    return "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
+
+
 def _padded(chunks: list[list[int]], starts: list[int]) -> tuple[list[list[int]], list[list[int]]]:
     """Token ids and positions, each ``[batch][longest chunk]``."""
     longest = max(map(len, chunks))
@@ -116,7 +128,7 @@ def _kv_shape(base: BaseModel, allowed: tuple[type, ...]) -> KVShape:
     if odd:
         raise ValueError(f"it has layers of {', '.join(odd)}")
     token = torch.zeros(1, 1, dtype=torch.long, device=base.device)
-    base.model(token, past_key_values=cache, use_cache=True)
+    base.model(token, use_cache=True, **{_cache_argument(base.model): cache})
     found = {
         (tuple(keys.shape), tuple(values.shape), keys.dtype)
         for keys, values, *_ in cache

@@ -23,7 +23,7 @@ from agentrl_trainer.inference.kv_cache import Part, Rows
 from agentrl_trainer.inference.prefix_cache import KVPool, Stored
 from agentrl_trainer.models.loading import BaseModel
 
-_CACHES = ("past_key_values", "cache_params", "state", "mems")
+_CACHES = ("cache", "past_key_values", "cache_params", "state", "mems")
 """What models call their caches, in their outputs and among their arguments."""
 _FIXED_COST = 256
 """Tokens that the part of a state which does not grow with the row is charged in the pool."""

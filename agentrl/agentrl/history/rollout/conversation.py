@@ -93,7 +93,7 @@ def prompt_excerpt(request: Mapping[str, Any] | None) -> str:
     messages = asked(request)
     if not messages:
         return ""
-    more = f"({len(messages) - 1} before)  " if len(messages) > 1 else ""
+    more = f"({len(messages) - 1} earlier) " if len(messages) > 1 else ""
     return excerpt(f"{more}{messages[-1].role}: {messages[-1].said}")
 
 

@@ -29,6 +29,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import asdict, replace
 from functools import cache
@@ -208,14 +209,16 @@ async def _run_concurrently(config: RunnerConfig, worker_fd: int) -> None:
         with open(output, "a", buffering=1, encoding="utf-8") as log:  # noqa: ASYNC230
             _log.set(log)
             with attributed(attempt_environment(config, claim)) as attempt:
-                with _traced_agent(config, claim, failures) as agent:
+                with _failures_in(failures):
+                    agent = _load_agent(config.agent, config.rollouts_per_process > 1)
                     if agent.run_async is None:
                         raise TypeError(
                             f"concurrency: {config.agent!r} is not async, so its rollouts cannot "
                             "share a process; make it `async def`, or leave concurrency at 1"
                         )
-                    result = await agent.run_async(claim.task)
-                    _record_result(result, rewarded=attempt.rewarded)
+                    with _root_span(agent.name, claim):
+                        result = await agent.run_async(claim.task)
+                        _record_result(result, rewarded=attempt.rewarded)
                 complete = await asyncio.to_thread(attempt.finish)
         del tasks[claim.attempt_id]
         ending = AttemptEnding.of(failures, complete=complete)
@@ -241,31 +244,33 @@ def run_attempt(config: RunnerConfig, claim: Claim) -> AttemptEnding:
     assert attempt is not None
     attempt.finish_expected = True  # ``finish`` comes before the report
     failures: list[AttemptFailed] = []
-    with _traced_agent(config, claim, failures) as agent:
-        carrier: dict[str, str] = {}
-        TraceContextTextMapPropagator().inject(carrier)
-        if "traceparent" in carrier:  # the parent of the agent's subprocesses' spans
-            os.environ["TRACEPARENT"] = carrier["traceparent"]
-        _record_result(agent.run(claim.task), rewarded=attempt.rewarded)
+    with _failures_in(failures):
+        agent = _load_agent(config.agent, config.rollouts_per_process > 1)
+        with _root_span(agent.name, claim):
+            carrier: dict[str, str] = {}
+            TraceContextTextMapPropagator().inject(carrier)
+            if "traceparent" in carrier:  # the parent of the agent's subprocesses' spans
+                os.environ["TRACEPARENT"] = carrier["traceparent"]
+            _record_result(agent.run(claim.task), rewarded=attempt.rewarded)
     return AttemptEnding.of(failures, complete=attempt.finish())
 
 
+def _root_span(agent: str, claim: Claim) -> AbstractContextManager[object]:
+    attributes = {
+        "gen_ai.operation.name": "invoke_workflow",
+        "gen_ai.workflow.name": agent,
+        "agentrl.rollout.id": claim.rollout_id,
+        "agentrl.attempt.id": claim.attempt_id,
+        "agentrl.task.id": claim.task_id,
+    }
+    return tracing(f"invoke_workflow {agent}", attributes)
+
+
 @contextlib.contextmanager
-def _traced_agent(
-    config: RunnerConfig, claim: Claim, failures: list[AttemptFailed]
-) -> Iterator[LoadedAgent]:
-    """Load the agent and enter its root span; print what is raised, add it to ``failures``."""
+def _failures_in(failures: list[AttemptFailed]) -> Iterator[None]:
+    """Print what is raised, while the agent is loaded or runs, and add it to ``failures``."""
     try:
-        agent = _load_agent(config.agent, config.rollouts_per_process > 1)
-        attributes = {
-            "gen_ai.operation.name": "invoke_workflow",
-            "gen_ai.workflow.name": agent.name,
-            "agentrl.rollout.id": claim.rollout_id,
-            "agentrl.attempt.id": claim.attempt_id,
-            "agentrl.task.id": claim.task_id,
-        }
-        with tracing(f"invoke_workflow {agent.name}", attributes):
-            yield agent
+        yield
     except AttemptFailed as failed:
         failures.append(failed)
         sys.stderr.write(f"{failed}\n")
