@@ -25,14 +25,15 @@ HELLO = Path(__file__).parents[3] / "examples" / "hello"
 def test_a_checkpoint_by_step_is_compared_with_the_base_model(tmp_path: Path) -> None:
     """The log-probs of the answers are those of that version, and of no other."""
     run = trained_run(tmp_path)
+    run.write_json(run.config, run.read_config() | {"sampler": {"max_tokens": 9}})
     tasks = ({"n": 1000, "level": "low"}, {"n": 1001, "level": "high"})
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
     done = agentrl(
         "eval", f"{HELLO / 'agent.py'}:agent", "--tasks", tmp_path / "tasks.jsonl",
         "--adapter-path", f"{run.root}@3", "--adapter-path", "base", "--by", "level",
-        "--fail-under", 0.9, "--runs", tmp_path, "--runners", 1, "--max-tokens", 9,
+        "--fail-under", 0.9, "--runs", tmp_path, "--runners", 1,
     )  # fmt: skip
-    said = f"{run.root}@3 was trained with --max-tokens 256, and is evaluated with 9"
+    said = f"{run.root}@3 was trained with --max-tokens 9, and is evaluated with 256"
     assert said in " ".join(done.stdout.split())
     assert done.returncode == 1, done.stdout + done.stderr
     assert "trained@3: accuracy 0.0% is below 90.0%" in done.stdout
