@@ -74,7 +74,7 @@ class Trainer(TrainingRun):
         try:
             step = self.restore()
             if step >= self.steps:
-                self.display.note(f"all {self.steps} steps are done; a larger --steps goes on")
+                self.display.note(f"step {step} of {self.steps} is done; a larger --steps goes on")
             self.begin(step)
             self.save_versions(step)
             self.publish(step)
