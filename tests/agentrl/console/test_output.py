@@ -77,7 +77,7 @@ def test_errors_notes_logs_and_tracebacks_are_whole(run: Callable[[list[str]], s
     assert "[/b]" in said
     wide = [line for line in lines if len(line) > COLUMNS]
     if run is run_piped:
-        assert f"error: run: {PATH!r} is no run folder: it has no config.json" in wide
+        assert f"error: run: {PATH!r} is no run folder: it does not exist" in wide
         assert not any(mark in said for mark in "╭│╰")
         assert not any(line.endswith(" ") for line in lines)
     else:  # sentences wrap between words: only a path is wider than the terminal
