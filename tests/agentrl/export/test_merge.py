@@ -138,6 +138,7 @@ def test_a_merged_model_is_as_large_as_its_base(tmp_path: Path) -> None:
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
     sizes = [(Path(folder) / "model.safetensors").stat().st_size for folder in (base, out)]
     assert sizes[1] == pytest.approx(sizes[0], rel=0.01)
+    assert len({file.stat().st_mode for file in out.iterdir()}) == 1  # weights as the other files
     assert len(expected) == 21
     for name, exact in expected.items():  # rounded once: to the nearest of the type
         found = weights[f"{name}.weight"]
