@@ -49,7 +49,7 @@ def test_three_protocols_give_the_same_messages(request_body: dict[str, Any]) ->
 @pytest.mark.parametrize(
     ("request_body", "line"),
     [
-        ({"messages": [{}, {"role": "user", "content": "hi\n"}]}, "(1 before) user: hi"),
+        ({"messages": [{}, {"role": "user", "content": "hi\n"}]}, "(1 earlier) user: hi"),
         ({"messages": [{"role": "user", "tool_calls": 3, "content": {"a": 1}}]}, 'user: {"a": 1}'),
         ({"input": "hi"}, "user: hi"),
         ({"input": [{"type": "search", "query": "cats"}]}, 'search: {"type": "search", "query": '
