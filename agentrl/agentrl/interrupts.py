@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -33,6 +33,8 @@ class _Ending:
     within_s: float | None = None
     last_words: Callable[[], str] = lambda: ""
     begun: bool = False
+    held: bool = False
+    waiting: int | None = None
 
 
 _ending = _Ending()
@@ -55,6 +57,18 @@ def end_in_order(
         within_s: seconds after the signal at which the command ends at once; None: no limit.
     """
     _ending.in_order, _ending.within_s, _ending.last_words = True, within_s, last_words
+
+
+@contextlib.contextmanager
+def hold_first_signal() -> Iterator[None]:
+    """Raise ``Interrupted`` at the end of the block, not within: what it starts has a name then."""
+    _ending.held = True
+    try:
+        yield
+    finally:
+        _ending.held = False
+    if _ending.waiting is not None:
+        raise Interrupted(_ending.waiting)
 
 
 def last_words() -> str:
@@ -89,4 +103,6 @@ def begin_end(number: int) -> None:
 
 def _on_signal(number: int, _: object) -> None:
     begin_end(number)
-    raise Interrupted(number)
+    if not _ending.held:
+        raise Interrupted(number)
+    _ending.waiting = number

@@ -25,6 +25,17 @@ finally:
     print("stopping", flush=True)
     time.sleep(float(sys.argv[2]))
 """
+HELD = f"""{HANDLED}
+import os
+from agentrl.interrupts import hold_first_signal
+end_in_order()
+try:
+    with hold_first_signal():
+        os.kill(os.getpid(), signal.SIGTERM)
+        print("held", flush=True)
+except Interrupted as ended:
+    sys.exit(ended.code)
+"""
 
 
 def started(*arguments: str) -> subprocess.Popen[str]:
@@ -61,6 +72,11 @@ def interrupted(within_s: float, stops_s: float, signals: int) -> tuple[int, str
         time.sleep(0.2)
     _, problems = process.communicate(timeout=20)
     return process.returncode, problems, time.monotonic() - began
+
+
+def test_a_held_signal_is_raised_at_the_end_of_the_block() -> None:
+    process = started("-c", HELD)
+    assert (process.communicate(timeout=20), process.returncode) == (("held\n", ""), 143)
 
 
 def test_a_second_signal_ends_at_once() -> None:

@@ -19,7 +19,7 @@ from agentrl.config.errors import ConfigError
 from agentrl.config.loading import load
 from agentrl.console.output import print_line, print_sentences
 from agentrl.gateway.handle import fetch_model
-from agentrl.interrupts import Interrupted
+from agentrl.interrupts import Interrupted, hold_first_signal
 from agentrl.runs.best_adapter import which_adapter
 from agentrl.runs.folder import adapter_folders
 from agentrl_proxy.server.listening import bind, url_of
@@ -64,11 +64,14 @@ def inspect_command(*tokens: Tokens) -> None:
 
 def _run(command: list[str], environment: Mapping[str, str]) -> int:
     """Return the exit code of inspect, which at Ctrl-C writes its log before it ends."""
-    with subprocess.Popen(command, env=environment) as inspect:
-        try:
-            return inspect.wait()
-        except Interrupted as ended:
+    inspect = None
+    try:
+        with hold_first_signal():  # else Popen may be left with inspect running
+            inspect = subprocess.Popen(command, env=environment)
+        return inspect.wait()
+    except Interrupted as ended:
+        if inspect is not None:
             if ended.code != 128 + signal.SIGINT:  # which has reached inspect as well
                 inspect.send_signal(signal.SIGINT)
             inspect.wait()
-            raise
+        raise
