@@ -33,7 +33,8 @@ def check_command(*tokens: Tokens) -> None:
     Takes the settings of `agentrl train`. Runs the first task with the base model and prints its
     trace, then --samples rollouts of a few tasks. Prints what a training would meet: chat template,
     calls, tokens, memory, time, success, and in the end whether there is something to learn.
-    Nothing is trained. The exit code is 1 if nothing could be.
+    Nothing is trained, and --name stays free for the training. The exit code is 1 if nothing could
+    be trained.
     """
     config = load(CheckConfig, tokens)
     validate_agent(config.agent.entrypoint, other_python=config.agent.python is not None)

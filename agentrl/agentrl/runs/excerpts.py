@@ -1,4 +1,4 @@
-"""Texts of agents in one line, and the texts of what is no text."""
+"""Texts of agents in one line, and the texts of what is no text, counts among them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ def excerpt(text: str) -> str:
     shown = " ".join(text[:_MOST_READ].split())
     shown = _CONTROL.sub("\ufffd", shown)  # a terminal would obey them
     return shown if len(shown) <= 240 and len(text) <= _MOST_READ else f"{shown[:239]}…"
+
+
+def counted(count: int, thing: str) -> str:
+    """Return ``1 call``, ``1,400 calls``."""
+    return f"{count:,} {thing}{'' if count == 1 else 's'}"
 
 
 def json_line(value: Any) -> str:

@@ -24,6 +24,7 @@ from agentrl.config.setting_names import recorded
 from agentrl.history.rollout.conversation import answer_text
 from agentrl.history.rollout.trace import verdict_of
 from agentrl.history.sources import OpenRun, Sources
+from agentrl.runs.excerpts import counted
 from agentrl.ui.charts import Chart
 from agentrl.ui.texts import MOST, markdown, plain
 from agentrl_tracer.schemas import Feedback
@@ -54,11 +55,6 @@ def number(value: float | None, form: str = ",.4g") -> str:
     if value is None:
         return "–"
     return f"{value:,}" if isinstance(value, int) else format(value, form)
-
-
-def counted(count: int, thing: str) -> str:
-    """Return ``1 call``, ``1,400 calls``."""
-    return f"{number(count)} {thing}{'' if count == 1 else 's'}"
 
 
 def percent(value: float | None) -> str:

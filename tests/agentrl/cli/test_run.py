@@ -44,7 +44,7 @@ def test_a_failing_task_shows_its_trace(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stderr
     shown = " ".join(done.stdout.split())
     for part in (
-        "attempt 1 error", "1 calls", "invoke_workflow agent", "call agentrl-tiny",
+        "attempt 1 error", "1 call,", "invoke_workflow agent", "call agentrl-tiny",
         "user: Who are you?", "reward +0.5 style well put", "the agent printed this",
         "KeyError: 'oops'",
     ):  # fmt: skip

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
 
-from agentrl.runs.excerpts import excerpt, text_of
+from agentrl.runs.excerpts import counted, excerpt, text_of
 from agentrl_tracer.conventions import ASIDE, NOTE_DATA, NOTE_NAME, NOTE_SPAN, OUTPUT, REWARD_SPAN
 from agentrl_tracer.schemas import Attempt, AttemptState, Call, CallState, Reward, Rollout, Span
 from agentrl_tracer.store import Store
@@ -176,12 +176,12 @@ def _add_records(
 
 def _attempt_node(attempt: Attempt, calls: Sequence[Call], rewards: Sequence[Reward]) -> Node:
     unpaid = "no reward" if attempt.state is AttemptState.SUCCEEDED else ""
-    counted = [one.value for one in rewards if not one.key.startswith(ASIDE)]
-    earned = f"reward {sum(counted):+g}" if counted else ""
+    values = [one.value for one in rewards if not one.key.startswith(ASIDE)]
+    earned = f"reward {sum(values):+g}" if values else ""
     read, sampled = count_tokens(calls)
     details = [
         (attempt.state.shown, f"state {attempt.state.shown}"),
-        (f"{len(calls)} calls, {read:,} + {sampled:,} tokens" if calls else "", "faint"),
+        (f"{counted(len(calls), 'call')}, {read:,} + {sampled:,} tokens" if calls else "", "faint"),
         (earned or unpaid, "earned" if earned else "busy"),
         (f"by {attempt.runner}", "faint"),
     ]
