@@ -68,6 +68,7 @@ class SupervisedProcess:
     deaths: int = field(default=0, init=False)
     """How often it ended by itself."""
     restarts: int = field(default=0, init=False)
+    """How often it was started again, failures to start it included."""
     last_code: int | None = field(default=None, init=False)
     """Exit code of its last death; negative for a signal."""
     could_not_start: bool = field(default=False, init=False)
@@ -169,10 +170,20 @@ class SupervisedProcess:
             if self._stopping.wait(backoff.after(time.monotonic() - started)):
                 return
             logger.warning("%s ended with code %s; starting it again", self.name, code)
-            self.restarts += 1
-            self._process = self._execute()
+            while not self._start_again():
+                if self._stopping.wait(_LONGEST_DELAY_S):
+                    return
             if self._stopping.is_set():  # stop() may have seen the previous process
                 self._process.kill()
+
+    def _start_again(self) -> bool:
+        self.restarts += 1
+        try:
+            self._process = self._execute()
+        except OSError as error:  # no process, memory or disk is left
+            logger.warning("%s could not be started again: %s", self.name, error)
+            return False
+        return True
 
 
 def first_line(descriptor: int) -> bytes:

@@ -13,6 +13,7 @@ import pytest
 from fake_gateway import until
 from runner_harness import alive
 
+from agentrl import supervisor as supervisor_module
 from agentrl.supervisor import SupervisedProcess
 
 CHILD = """
@@ -72,6 +73,20 @@ def test_it_begins_as_a_fork_and_is_executed_when_that_dies(
     assert (out, supervisor.returncode) == ("stopped\n", 0)
     until(lambda: not alive(second))
     last_child(tmp_path / "log", 2)  # what is stopped does not come back
+
+
+def test_a_process_that_cannot_be_started_again_is_tried_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_module, "_LONGEST_DELAY_S", 0.1)
+    supervised = SupervisedProcess("child", ["sleep", "60"], tmp_path / "log").spawn().supervise()
+    first, folder = supervised.pid, tmp_path / "gone"
+    supervised.log = folder / "log"  # as where the disk is full
+    os.kill(first, signal.SIGKILL)
+    until(lambda: supervised.restarts >= 2)
+    folder.mkdir()
+    until(lambda: supervised.pid != first and alive(supervised.pid))
+    supervised.stop()
 
 
 @pytest.mark.parametrize("after_restart", [False, True])

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import sqlalchemy as sa
 from call_records import make
 
 from agentrl_tracer.schemas import (
@@ -41,6 +42,11 @@ def claimed(store: Store, lease_s: float = 30.0) -> Claim:
     claim = store.claim("runner", lease_s, store.runs()[-1]["id"])
     assert claim is not None
     return claim
+
+
+def waits_for_a_lock(store: Store) -> bool:
+    """Tell whether a transaction of this PostgreSQL server waits for another one."""
+    return bool(store.db.fetch(sa.text("SELECT 1 FROM pg_locks WHERE NOT granted")))
 
 
 def record_spans(store: Store, spans: Sequence[Span], rewards: Sequence[Reward] = ()) -> None:

@@ -41,6 +41,7 @@ _GRACE_S = 2.0  # between SIGTERM (or a cancellation) and SIGKILL
 _TICK_S = 0.25  # longest sleep: how late a stop, or a death without a closed pipe, may be noticed
 _FLOODED_S = 0.02  # longest sleep while an agent prints more than its log may hold
 _HEALTH_AGE_S = 1.0
+_FORK_AGAIN_S = 5.0
 _DIED = "its process died"  # how the error begins of an attempt that may have caused it, or not
 _MOST_DEATHS = 3  # of one rollout; the last one, alone in its process, is the agent's failure
 
@@ -82,6 +83,7 @@ class Worker:
         self._stopping = False
         self._retiring = False
         self._next_heartbeat = 0.0
+        self._start_after = 0.0  # the next attempt
 
     def run(self) -> None:
         """Work until told to retire or to stop."""
@@ -102,6 +104,8 @@ class Worker:
     def _start_attempts(self) -> None:
         config, lease_s = self._config, self._config.lease_s
         while len(self._running) < config.concurrency and not (self._stopping or self._retiring):
+            if time.monotonic() < self._start_after:
+                break
             if any(running.alone for running in self._running.values()):
                 break
             # Cheap checks first: may the queue hold a rollout, and is the gateway well?
@@ -139,6 +143,7 @@ class Worker:
             finally:
                 os.close(log)
         except OSError as error:  # out of processes or descriptors
+            self._start_after = time.monotonic() + _FORK_AGAIN_S
             ending = AttemptEnding(AttemptState.INFRASTRUCTURE, f"could not start: {error}")
             self._finish(running, ending)
 
@@ -330,8 +335,8 @@ class Worker:
         if state is AttemptState.ERROR:
             ids = [running.claim.attempt_id]
             for call in reversed(self._try_store(self._store.calls, ids) or []):
-                status = call.params.get("provider_status", 0)
-                # The agent's fault: another model's provider refused the request itself.
+                status = call.params.get("error_status", 0)
+                # The agent's fault: the sampler, or another model's provider, refused the request.
                 refused = 400 <= status < 500 and status not in (408, 429)
                 if call.state == CallState.ERROR and not refused:
                     return f"the model failed call {call.id} ({call.error})"

@@ -49,6 +49,7 @@ class SampledCall(OpenCall):
     one_call: bool  # the answer ends where a second tool call begins
     rows: list[Call]
     choices: list[Choice] = field(default_factory=list["Choice"])
+    error_status: int | None = None  # of the answer, if ``generate`` failed
 
     @property
     def is_chat(self) -> bool:
@@ -87,6 +88,7 @@ async def generate_response(
         refusal = _refusal(call, error)
         said = refusal.message if error is refusal else f"{type(error).__name__}: {error}"
         call.error = said.replace("\0", "\ufffd")  # PostgreSQL takes no NUL
+        call.error_status = refusal.status
         if refusal.code == "sampler_error" and error is not refusal:
             log.exception("sampling failed for %s", heading.id)
         raise refusal from None

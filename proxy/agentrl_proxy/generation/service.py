@@ -217,7 +217,7 @@ class ChatService:
         # A call that was given up before ``generate`` has no choices.
         sampled = [one.sampled for one in call.choices] or [Sampled() for _ in call.rows]
         rows = [
-            finished_call(row, one, state, body, skip_reason, call.error or None)
+            finished_call(row, one, state, body, skip_reason, call.error or None, call.error_status)
             for row, one, body in zip(call.rows, sampled, said, strict=True)
         ]
         return await latest_state([self.deps.writer.finish(row) for row in rows])

@@ -204,7 +204,7 @@ class ProviderService:
             error, call.request.name, sent=call.sent, clean=self._redaction.clean
         )
         if status is not None:
-            call.params["provider_status"] = status
+            call.params["error_status"] = status
         log.warning("%s: %s", call.client.heading.id, refusal.message)
         call.error = refusal.message
         return refusal

@@ -121,11 +121,14 @@ def finished_call(
     response: dict[str, Any] | None,
     skip_reason: SkipReason | None,
     error: str | None,
+    error_status: int | None,
 ) -> Call:
     """Return the row of a choice with what it sampled and how it ended."""
     params, finish = dict(call.params), sampled.finish
     if len(sampled.versions) > 1:
         params |= {"mixed_versions": True, "versions": [list(one) for one in sampled.versions]}
+    if error_status is not None:
+        params["error_status"] = error_status
     if sampled.cut_at_call:
         params["cut_at_second_call"] = True
     if finish is not None and finish.log_mass is not None:

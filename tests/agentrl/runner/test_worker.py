@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import socket
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from fake_gateway import until
 from runner_harness import RunnerHarness, alive, written
+from store_records import start_run
 
-from agentrl_tracer.schemas import AttemptState, Call, CallState, Policies
+from agentrl.runner import worker
+from agentrl.runner.protocol import RunnerConfig
+from agentrl.runner.store_process import StoreClient
+from agentrl_tracer.schemas import Attempt, AttemptState, Call, CallState, Policies
+from agentrl_tracer.store import Store
 
 
 def test_success_is_recorded_with_reward_root_span_and_log(shared_harness: RunnerHarness) -> None:
@@ -196,13 +205,8 @@ def test_what_the_gateway_fails_is_tried_again(
     [attempt] = until(lambda: harness.store.attempts(ids))
     time.sleep(0.2)
     vars(harness.gateway).update(gateway)
-    if not gateway:  # a failed call, as the gateway would record it
-        call = Call(
-            "c1", "c1", 0, harness.run_id, attempt.rollout_id, attempt.id, 0, None, "m", None, None,
-            CallState.ERROR, [], [], [], None, {}, None, None, "out of memory", None, None,
-            time.time(), time.time(),
-        )  # fmt: skip
-        harness.store.write_calls("boot-1", [], [call], 1)
+    if not gateway:
+        record_failed_call(harness, attempt, "out of memory")
     go.touch()
     until(lambda: harness.store.attempts(ids)[0].state is not AttemptState.RUNNING)
     harness.gateway.healthy = harness.gateway.takes_spans = True
@@ -210,6 +214,52 @@ def test_what_the_gateway_fails_is_tried_again(
     assert (first.state, second.number) == (AttemptState.INFRASTRUCTURE, 2)
     assert reason in (first.error or "")
     assert ("connection refused" in (first.error or "")) == (then == "raise")
+
+
+def record_failed_call(harness: RunnerHarness, attempt: Attempt, error: str, **params: Any) -> None:
+    """Record a call as the gateway would."""
+    call = Call(
+        "c1", "c1", 0, harness.run_id, attempt.rollout_id, attempt.id, 0, None, "m", None, None,
+        CallState.ERROR, [], [], [], None, params, None, None, error, None, None, time.time(),
+        time.time(),
+    )  # fmt: skip
+    harness.store.write_calls("boot-1", [], [call], 1)
+
+
+def test_a_request_that_the_sampler_refuses_is_the_agents_error(
+    harness: RunnerHarness, tmp_path: Path
+) -> None:
+    harness.start("goes", Policies(on_error="drop"))
+    ids = harness.enqueue({"go": str(tmp_path / "go"), "then": "raise"})
+    [attempt] = until(lambda: harness.store.attempts(ids))
+    record_failed_call(harness, attempt, "it has no grammars", error_status=400)
+    (tmp_path / "go").touch()
+    [attempt] = harness.finish(ids)
+    assert attempt.state is AttemptState.ERROR
+
+
+def test_a_worker_that_cannot_fork_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_process(*_: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(worker, "ForkedChild", no_process)
+    probe = SimpleNamespace(boot_id=lambda *_: "boot-1", context_length=None)
+    monkeypatch.setattr(worker, "GatewayProbe", lambda _: probe)
+    with closing(Store(str(tmp_path / "store.db"))) as store:
+        run_id = start_run(store, rollouts=2)
+        config = RunnerConfig(
+            store=store.url, gateways=["http://gateway"], run_id=run_id, agent="x:y", model="m",
+            logs=str(tmp_path), runners=1, timeout_s=60.0, lease_s=15.0,
+        )  # fmt: skip
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            client = SimpleNamespace(
+                connection=theirs, claim=store.claim, end_attempt=store.end_attempt
+            )
+            runner = worker.Worker(config, cast(StoreClient, client), 0, ours)
+            runner._start_attempts()
+        attempts = [rollout.attempts for rollout in store.rollouts(run_id)]
+        assert attempts == [1, 0]
 
 
 def test_many_rollouts_on_many_runners_each_in_its_own_process(harness: RunnerHarness) -> None:

@@ -59,7 +59,7 @@ def test_what_the_provider_refuses(start: Any) -> None:
     assert "no dimensions" in caught.value.message
     [call] = gateway.calls(gateway.claims[0])
     assert call.state is CallState.ERROR
-    assert call.params["provider_status"] == 400
+    assert call.params["error_status"] == 400
 
 
 def test_without_a_model_it_says_how(gateway: Any) -> None:

@@ -83,7 +83,7 @@ def test_a_providers_refusal_in_openais_shape(
     assert "[key]" in error["message"]
     assert response.headers.get("retry-after") == ("7" if status == 429 else None)
     call = only_call(gateway)
-    assert (call.state, call.params["provider_status"]) == (CallState.ERROR, status)
+    assert (call.state, call.params["error_status"]) == (CallState.ERROR, status)
     assert_no_key(gateway, caplog.text, response.text, call.error or "")
     assert gateway.claims[0].key not in json.dumps(upstream.seen)
 
@@ -111,7 +111,7 @@ def test_without_a_request_the_provider_is_not_named(
     assert error["code"] == code
     assert "the provider" not in error["message"]
     [call] = gateway.calls(gateway.claims[0])
-    assert "provider_status" not in call.params
+    assert "error_status" not in call.params
     assert call.error == error["message"]
 
 
@@ -134,7 +134,7 @@ def test_a_failed_answer_names_the_provider(
     assert error["code"] == "provider_error"
     assert "the provider of 'answerer' answered" in error["message"]
     [call] = gateway.calls(gateway.claims[0])
-    assert call.params["provider_status"] == status
+    assert call.params["error_status"] == status
 
 
 @pytest.mark.parametrize("broken", ["import", "settings"])
@@ -160,7 +160,7 @@ def test_litellm_that_does_not_start_is_503(
     assert provider.seen == []
     assert SECRET not in caplog.text
     for call in gateway.calls(gateway.claims[0]):
-        assert "provider_status" not in call.params
+        assert "error_status" not in call.params
 
 
 def test_a_count_that_fails_names_its_cause(

@@ -281,7 +281,7 @@ def test_a_refusal_is_said_in_the_clients_protocol(
     if protocol == "messages":
         assert response.json()["type"] == "error"
     call = only_call(gateway)
-    assert (call.state, call.params["provider_status"]) == (CallState.ERROR, 429)
+    assert (call.state, call.params["error_status"]) == (CallState.ERROR, 429)
     assert_no_key(gateway, response.text, call.error or "")
 
 

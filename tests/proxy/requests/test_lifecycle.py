@@ -190,6 +190,7 @@ def test_sampler_failure(gateway: Running, path: str, stream: bool, after: int) 
         assert call.state is CallState.ERROR
         assert call.skip_reason is SkipReason.SAMPLER_ERROR
         assert call.error
+        assert call.params["error_status"] == 503
         assert len(call.response_ids) <= after
     assert len(gateway.calls(gateway.claims[0])[0].response_ids) == after
     assert gateway.stats["in_flight"] == 0

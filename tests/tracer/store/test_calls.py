@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
+from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
-from store_records import call_of, claimed, record_spans, start_run
+from fake_gateway import until
+from store_records import call_of, claimed, record_spans, start_run, waits_for_a_lock
 
 from agentrl_tracer.schemas import (
     AttemptState,
@@ -23,6 +27,31 @@ from agentrl_tracer.store import Store, tables
 from agentrl_tracer.store.writer import TraceWriter
 
 ODD = {"messages": [{"role": "user", "content": "grüße \0 \U0001f44d \\u0000"}], "seed": 2**70}
+
+
+@pytest.mark.parametrize("store", ["postgres"], indirect=True)
+def test_a_call_that_is_judged_while_its_late_end_is_written_counts_once(
+    store: Store, claim: Claim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.write_calls("boot", [call_of(claim, "a", state=CallState.OPEN)], [], 1)
+    store.end_attempt(claim.attempt_id, AttemptState.SUCCEEDED)
+    judging, count = threading.Event(), store.count_verdicts
+
+    def pause(*arguments: Any) -> None:
+        judging.set()
+        until(partial(waits_for_a_lock, store))
+        count(*arguments)
+
+    monkeypatch.setattr(store, "count_verdicts", pause)
+    verdicts = {"trained": {}, "skipped": {"a": SkipReason.EVALUATION}}
+    work = threading.Thread(target=partial(store.settle, **verdicts))
+    work.start()
+    assert judging.wait(10)
+    with closing(Store(store.url)) as gateways:
+        gateways.write_calls("boot", [], [call_of(claim, "a")], 1)
+    work.join()
+    seen = store.verify(claim.run_id)
+    assert (seen.fault, seen.kept.recorded) == (None, 1)
 
 
 async def test_the_sum_notices_a_lost_record(store: Store, claim: Claim) -> None:

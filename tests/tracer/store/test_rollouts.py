@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from contextlib import closing
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from store_records import claimed, record_spans, start_run
+from fake_gateway import until
+from store_records import claimed, record_spans, start_run, waits_for_a_lock
 
 from agentrl_tracer.schemas import (
     AttemptState,
@@ -23,6 +27,8 @@ from agentrl_tracer.schemas import (
 )
 from agentrl_tracer.store import Store, leases, tables
 from agentrl_trainer.data.rewards import rollout_reward
+
+on_postgres = pytest.mark.parametrize("store", ["postgres"], indirect=True)
 
 
 @pytest.mark.parametrize(
@@ -209,6 +215,49 @@ def test_a_dead_pools_leases_end_and_no_others(store: Store) -> None:
         assert store.heartbeat(claim.attempt_id, 60.0)
     again = claimed(store)
     assert (again.rollout_id, again.attempt_number) == (ours.rollout_id, 2)
+
+
+@on_postgres
+@pytest.mark.parametrize("wrong_s", [-60.0, 60.0])
+def test_leases_end_by_the_servers_clock(
+    store: Store, monkeypatch: pytest.MonkeyPatch, wrong_s: float
+) -> None:
+    start_run(store, rollouts=2)
+    right, theirs = claimed(store, lease_s=15), None
+    with monkeypatch.context() as other_machine:
+        clock = SimpleNamespace(time=lambda: time.time() + wrong_s)
+        other_machine.setattr(leases, "time", clock)
+        theirs = claimed(store, lease_s=15)
+        assert store.heartbeat(theirs.attempt_id, 15)
+        assert store.expire_leases() == []
+    assert store.expire_leases() == []
+    for claim in (right, theirs):
+        assert store.heartbeat(claim.attempt_id, 15)
+
+
+@on_postgres
+def test_a_rollout_that_is_claimed_meanwhile_is_canceled_with_its_attempt(store: Store) -> None:
+    run_id = start_run(store)
+    claims = list[Claim | None]()
+    begun = threading.Event()
+
+    def pause(_: Any, __: Any, statement: str, *___: Any) -> None:
+        if statement.startswith("INSERT INTO attempts"):
+            begun.set()
+            until(partial(waits_for_a_lock, store))
+
+    with closing(Store(store.url)) as runners:
+        sa.event.listen(runners.db.engine, "before_cursor_execute", pause)
+        work = threading.Thread(target=lambda: claims.append(runners.claim("r", 60.0, run_id)))
+        work.start()
+        assert begun.wait(10)
+        assert store.cancel(run_id, "over") == 1
+        work.join()
+    [claim] = claims
+    assert claim is not None
+    assert store.attempt_state(claim.attempt_id) is AttemptState.CANCELLED
+    assert store.end_attempt(claim.attempt_id, AttemptState.SUCCEEDED) is None
+    assert store.rollouts(run_id)[0].state is RolloutState.CANCELLED
 
 
 def test_a_lost_lease_makes_a_new_attempt_and_shuts_the_old_one_out(store: Store) -> None:

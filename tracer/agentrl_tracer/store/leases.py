@@ -1,6 +1,7 @@
 """Lease queued rollouts to runners, renew leases and end those of lost runners.
 
-A lease belongs to an attempt. Its key lets the agent call the gateway.
+A lease belongs to an attempt. Its key lets the agent call the gateway. Runners of several machines
+share a PostgreSQL server, and its clock says when their leases end: theirs may differ.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from agentrl_tracer.store import tables as t
 from agentrl_tracer.store.rollouts import UPDATE_ROLLOUT, RolloutStore
 
 _INSERT_ATTEMPT = t.attempts.insert()
+_SERVER_TIME = sa.cast(sa.extract("epoch", sa.func.clock_timestamp()), sa.Double)
+_READ_SERVER_TIME = sa.select(_SERVER_TIME)
 _STATE = sa.select(t.attempts.c.state).where(t.attempts.c.id == sa.bindparam("attempt_id"))
 _BY_KEY = (
     sa.select(t.attempts.c.rollout_id, t.attempts.c.id.label("attempt_id"), t.attempts.c.state)
@@ -49,13 +52,14 @@ class LeaseStore(RolloutStore):
         run = {"run": run_id}
         if not self.db.fetch(_ANY_QUEUED, run):  # idle runners poll without the write lock
             return None
-        now = time.time()
         attempt_id, key = new_id(), f"sk-agentrl-{secrets.token_urlsafe(24)}"
 
         def work(c: sa.Connection) -> Claim | None:
             row = c.execute(_FIRST_QUEUED, run).mappings().first()
             if row is None:
                 return None
+            here = time.time()
+            now = c.execute(_READ_SERVER_TIME).scalar_one() if self.db.is_remote else here
             claim = Claim(
                 rollout_id=row["id"],
                 attempt_id=attempt_id,
@@ -68,12 +72,12 @@ class LeaseStore(RolloutStore):
                 key=key,
                 lease_expires_at=now + lease_s,
             )
-            number, started = claim.attempt_number, row["started_at"] or now
+            number, started = claim.attempt_number, row["started_at"] or here
             running = {"state": RolloutState.RUNNING, "attempts": number, "started_at": started}
             c.execute(UPDATE_ROLLOUT, {"rollout": claim.rollout_id, **running})
             attempt = {
                 "id": claim.attempt_id, "rollout_id": claim.rollout_id, "number": number,
-                "state": AttemptState.RUNNING, "runner": runner, "started_at": now,
+                "state": AttemptState.RUNNING, "runner": runner, "started_at": here,
                 "lease_expires_at": claim.lease_expires_at, "heartbeat_at": now,
                 "key_hash": _hash(claim.key),
             }  # fmt: skip
@@ -84,7 +88,7 @@ class LeaseStore(RolloutStore):
 
     def heartbeat(self, attempt_id: str, lease_s: float) -> bool:
         """Renew the lease. False: the attempt is sealed (lease lost, or canceled); stop it."""
-        now = time.time()
+        now = self._now()
         renewed = self.db.execute(
             t.attempts.update()
             .where(t.attempts.c.id == attempt_id, t.attempts.c.state == AttemptState.RUNNING)
@@ -102,12 +106,15 @@ class LeaseStore(RolloutStore):
 
     def expire_leases(self, now: float | None = None) -> list[str]:
         """Seal the attempts whose runner stopped heartbeating; return their ids."""
-        overdue = t.attempts.c.lease_expires_at < (time.time() if now is None else now)
+        overdue = t.attempts.c.lease_expires_at < (self._now() if now is None else now)
         return self._seal_lost(overdue, "its runner stopped heartbeating")
 
     def end_leases(self, pool: str) -> list[str]:
         """Seal the attempts of a pool's runners, which have all died; return their ids."""
         return self._seal_lost(t.attempts.c.runner.startswith(f"{pool}-"), "its runner died")
+
+    def _now(self) -> float | sa.ColumnElement[float]:
+        return _SERVER_TIME if self.db.is_remote else time.time()
 
     def _seal_lost(self, which: sa.ColumnElement[bool], why: str) -> list[str]:
         lost = sa.select(t.attempts.c.id).where(t.attempts.c.state == AttemptState.RUNNING, which)

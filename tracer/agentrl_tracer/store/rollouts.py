@@ -162,7 +162,10 @@ class RolloutStore(RewardStore):
         now = time.time()
 
         def work(c: sa.Connection) -> int:
-            of_canceled = t.attempts.c.rollout_id.in_(sa.select(t.rollouts.c.id).where(canceled))
+            # Locked first: a claim under way adds an attempt.
+            unfinished = sa.select(t.rollouts.c.id).where(canceled).with_for_update()
+            ids = c.execute(unfinished).scalars().all()
+            of_canceled = self.db.among(t.attempts.c.rollout_id, ids)
             c.execute(
                 t.attempts.update()
                 .where(of_canceled, t.attempts.c.state == AttemptState.RUNNING)
@@ -170,7 +173,7 @@ class RolloutStore(RewardStore):
             )
             return c.execute(
                 t.rollouts.update()
-                .where(canceled)
+                .where(self.db.among(t.rollouts.c.id, ids))
                 .values(state=RolloutState.CANCELLED, reason=reason, ended_at=now)
             ).rowcount
 

@@ -28,7 +28,12 @@ from agentrl_tracer.store.database import Database
 _TRAINED = "trained"
 _COUNTED = ("run_id", "verdict", "calls")
 UNJUDGED = sa.and_(t.calls.c.trained_step.is_(None), t.calls.c.skip_reason.is_(None))
-_JUDGED = sa.select(t.calls.c.id).where(sa.not_(UNJUDGED))
+# Locked, all of them: a transaction under way may be judging one.
+_VERDICTS_NOW = (
+    sa.select(t.calls.c.id, t.calls.c.trained_step, t.calls.c.skip_reason)
+    .order_by(t.calls.c.id)
+    .with_for_update()
+)
 _WAS_TRAINED = t.calls.c.trained_step.is_not(None)
 
 
@@ -215,10 +220,11 @@ class VerdictStore:
             c: the cursor of ``write_hot``.
             calls: run and verdict of each, by id.
         """
-        known = {row[0] for row in self.db.select_among(c, _JUDGED, t.calls.c.id, calls)}
+        rows = self.db.select_among(c, _VERDICTS_NOW, t.calls.c.id, calls)
+        known = {row[0] for row in rows if (row[1], row[2]) != (None, None)}
         counts = Counter(verdict for call_id, verdict in calls.items() if call_id not in known)
-        if rows := _rows(counts):
-            self.db.insert_rows(c, t.verdicts, _COUNTED, rows, add=("calls",))
+        if added := _rows(counts):
+            self.db.insert_rows(c, t.verdicts, _COUNTED, added, add=("calls",))
 
 
 def _kept(c: sa.Connection, run_id: str) -> Accounting:
