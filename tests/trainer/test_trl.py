@@ -247,6 +247,11 @@ def test_mismatched_answers_stand_behind_the_prompts_of_the_next_pair() -> None:
     made = mismatched(rows)
     assert [row.tokens for row in made] == [[1, 2, 7, 8], [1, 2, 9], [6, 3, 4], [6, 5]]
     assert [row.trained for row in made] == [1, 1, 2, 1]
+    late = [TrainingRow([1] * 5, [False] * 4 + [True], *[[0.0] * 5] * 2)] * 2
+    early = [TrainingRow([2] * 5, [False] + [True] * 4, *[[0.0] * 5] * 2)] * 2
+    made = mismatched([*late, *early])  # none becomes longer than all
+    assert [row.tokens for row in made] == [[1, 1, 1, 1, 2]] * 2 + [[2, 1]] * 2
+    assert [len(row.mask) for row in made] == [5, 5, 2, 2]
 
 
 def test_bradley_terry_is_trls(ask: Ask) -> None:

@@ -185,11 +185,12 @@ def length(limit: int = 512, buffer: int = 0) -> RewardOfTrace:
     """Punish long answers: 0 up to ``limit - buffer`` sampled tokens, -1 beyond ``limit``, and
     linear in between, as DAPO does (arXiv:2503.14476, equation 13).
 
-    Counts the tokens of the longest call, reasoning included.
+    Counts the tokens of the longest call, reasoning included. Calls of other models do not count.
     """
 
     def score(trace: Trace) -> float:
-        tokens = max((call.tokens[1] for call in trace.calls if call.tokens), default=0)
+        own = [call for call in trace.calls if call.prompt_ids] or trace.calls
+        tokens = max((call.tokens[1] for call in own if call.tokens), default=0)
         if tokens <= limit - buffer:
             return 0.0
         return -1.0 if tokens > limit else (limit - buffer - tokens) / buffer

@@ -167,6 +167,13 @@ def test_length_is_the_punishment_of_dapo(tokens: int, wanted: float) -> None:
     assert trl.get_soft_overlong_punishment(100, 20)([[7] * tokens]) == [wanted]
 
 
+def test_length_leaves_other_models_out() -> None:
+    usage = {"prompt_tokens": 10, "completion_tokens": 900}
+    judge = make("judge", [], [], params={"usage": usage})
+    assert rewards.length(100, 20)(said("", calls=[make("own", [1], [7] * 20), judge])) == 0
+    assert rewards.length(100, 20)(said("", calls=[judge])) == -1  # the model was a provider's
+
+
 # ---- several together
 
 

@@ -175,6 +175,11 @@ def test_one_turn_without_discount_and_without_common_states_is_grpo(normalize: 
 
 
 def test_turn_groups_without_a_signal() -> None:
+    exact = CreditSettings(normalize_std=True, scaling=Scaling(epsilon=0.0))
+    for found in (
+        turn_advantages([[1.0], [1.0]], exact), state_advantages([[1.0], [1.0]], [["s"]] * 2, exact)
+    ):  # fmt: skip
+        assert found.skipped == [ZERO, ZERO]
     same = turn_advantages([[0.0, 1.0], [0.0, 1.0]], CreditSettings())
     assert same.skipped == [ZERO, ZERO]
     # The same total, earned at different turns, does teach something.

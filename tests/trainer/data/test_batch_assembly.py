@@ -271,6 +271,23 @@ def test_length_normalisation_is_the_mean_it_says(how: Any) -> None:
     assert found * sum(weights) / sum(lengths) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("how", ["token", "sequence", "rollout", "constant"])
+def test_rows_that_stay_are_normalized_without_those_left_out(how: Any) -> None:
+    owners, lengths = ["r1", "r2", "r2", "r3"], [3, 1, 4, 80]
+    rows = [
+        TrainingRow([0] * (n + 1), [False, *[True] * n], [0.0] * (n + 1), [1.0] * (n + 1))
+        for n in lengths
+    ]
+    rows[0] = replace(rows[0], extra={"weights": [0.5] * 4})  # of importance sampling
+    batch = StepBatch(normalize_lengths(rows, owners, how, 100), [[o] for o in owners])
+    batch.owners, batch.normalization = owners, (how, 100)
+    batch.keep_rows([0, 2], None)
+    alone = normalize_lengths([rows[0], rows[2]], ["r1", "r2"], how, 100)
+    for found, wanted in zip(batch.rows, alone, strict=True):
+        none = [1.0] * len(found.tokens)
+        assert found.extra.get("weights", none) == pytest.approx(wanted.extra.get("weights", none))
+
+
 # ---- whatever agents do
 
 

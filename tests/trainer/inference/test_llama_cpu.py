@@ -15,6 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from model_zoo import tiny_model
 from small_models import Asked, as_base, llama, make_adapter, qwen3, worst_difference
+from transformers import PreTrainedModel
+from transformers.models.ministral3 import Ministral3Config, Ministral3ForCausalLM
 
 from agentrl_trainer.inference import SampleParams, SamplerEngine, linear_products, llama_cpu
 from agentrl_trainer.inference.linear_products import FusedLinear, Int8Linear, can_pack
@@ -23,12 +25,22 @@ from agentrl_trainer.inference.requests import RequestError
 from agentrl_trainer.models.sources import ModelError
 
 
+def ministral3() -> PreTrainedModel:
+    return Ministral3ForCausalLM(
+        Ministral3Config(
+            vocab_size=257, hidden_size=64, num_hidden_layers=1, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=16, intermediate_size=96, sliding_window=None,
+        )
+    ).eval()  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("make", "options", "why_not"),
     [
         (lambda: tiny_model("gpt2"), {}, "its decoder has other parts"),
         # Gemma is made of the same parts, with another meaning: norms of 1 + weight.
         (lambda: tiny_model("gemma"), {}, "its logits differ by"),
+        (ministral3, {}, "its queries are scaled by their positions"),
         (qwen3, {"merge_below": 0}, "it has 0 million parameters"),
         (lambda: qwen3().to(torch.bfloat16), {}, "its weights are bfloat16"),
     ],

@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from small_models import byte_tokenizer
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from agentrl_trainer.inference.sequences import StopStrings, chunk_size
 from agentrl_trainer.models.prefix_attention import common_prefix
@@ -36,6 +38,19 @@ def test_a_special_token_can_be_a_stop_string() -> None:
     watch = StopStrings(byte_tokenizer(), ("<|end|>",))
     assert watch.push(10) is None
     assert watch.push(256) == "<|end|>"
+
+
+def test_bytes_that_are_no_text_do_not_end_the_search() -> None:
+    """Byte tokens of Llama 2's kind: the newline, and the beginning of a character, then a word."""
+    vocab = {"<unk>": 0, **{f"<0x{byte:02X}>": 1 + byte for byte in range(256)}}
+    vocab |= {"▁The": 257, "▁Final": 258, "STOP": 259}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
+    spaces = decoders.Replace("▁", " ")
+    backend.decoder = decoders.Sequence([spaces, decoders.ByteFallback(), decoders.Fuse()])
+    watch = StopStrings(PreTrainedTokenizerFast(tokenizer_object=backend), ("Final", "STOP"))
+    said = ["▁The", "<0x0A>", "<0xE2>", "▁Final"]
+    assert [watch.push(vocab[token]) for token in said] == [None, None, None, "Final"]
+    assert watch.push(vocab["STOP"]) == "STOP"
 
 
 @given(st.lists(st.integers(0, 2), max_size=12), st.lists(st.integers(0, 2), max_size=12))

@@ -10,6 +10,7 @@ import hashlib
 import secrets
 import time
 from collections.abc import Collection
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -18,7 +19,9 @@ from agentrl_tracer.store import tables as t
 from agentrl_tracer.store.rollouts import UPDATE_ROLLOUT, RolloutStore
 
 _INSERT_ATTEMPT = t.attempts.insert()
-_SERVER_TIME = sa.cast(sa.extract("epoch", sa.func.clock_timestamp()), sa.Double)
+_SERVER_TIME: sa.ColumnElement[Any] = sa.cast(
+    sa.extract("epoch", sa.func.clock_timestamp()), sa.Float
+)
 _READ_SERVER_TIME = sa.select(_SERVER_TIME)
 _STATE = sa.select(t.attempts.c.state).where(t.attempts.c.id == sa.bindparam("attempt_id"))
 _BY_KEY = (
@@ -113,7 +116,7 @@ class LeaseStore(RolloutStore):
         """Seal the attempts of a pool's runners, which have all died; return their ids."""
         return self._seal_lost(t.attempts.c.runner.startswith(f"{pool}-"), "its runner died")
 
-    def _now(self) -> float | sa.ColumnElement[float]:
+    def _now(self) -> float | sa.ColumnElement[Any]:
         return _SERVER_TIME if self.db.is_remote else time.time()
 
     def _seal_lost(self, which: sa.ColumnElement[bool], why: str) -> list[str]:

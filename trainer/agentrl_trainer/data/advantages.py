@@ -50,12 +50,12 @@ class Scaling:
     epsilon: float = 1e-6
 
     def divisor(self, values: Sequence[float]) -> float:
-        """Return std + epsilon; 1 if there are too few values for a deviation."""
+        """Return std + epsilon; 1 if that is 0, or there are too few values for a deviation."""
         if len(values) <= self.ddof:
             return 1.0
         mean = _mean(values)
         squares = math.fsum((value - mean) ** 2 for value in values)
-        return math.sqrt(squares / (len(values) - self.ddof)) + self.epsilon
+        return (math.sqrt(squares / (len(values) - self.ddof)) + self.epsilon) or 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -75,6 +75,10 @@ class StepBatch:
     rows: list[TrainingRow] = field(default_factory=list[TrainingRow])
     calls_of_rows: list[list[str]] = field(default_factory=list[list[str]])
     """The ids of the calls that each row trains."""
+    owners: list[str] = field(default_factory=list[str])
+    """The rollout of each row."""
+    normalization: tuple[LengthNormalization, int] = ("token", 0)
+    """How lengths are normalized, and the constant."""
     trained: set[str] = field(default_factory=set[str])
     skipped: dict[str, SkipReason] = field(default_factory=dict[str, SkipReason])
     rewards: dict[str, float | None] = field(default_factory=dict[str, float | None])
@@ -110,8 +114,13 @@ class StepBatch:
         if why is not None:
             self.skipped |= dict.fromkeys(lost, why)
             self.trained -= lost
+        before = _length_weights(self.rows, self.owners, *self.normalization)
         self.rows = [self.rows[i] for i in kept]
         self.calls_of_rows = [self.calls_of_rows[i] for i in kept]
+        self.owners = [self.owners[i] for i in kept]
+        after = _length_weights(self.rows, self.owners, *self.normalization)
+        changed = [new / before[i] for i, new in zip(kept, after, strict=True)]
+        self.rows = _weighted(self.rows, changed)
 
     def shrunk(self) -> int:
         """Count groups that failures and missing rewards left too small to compare.
@@ -181,7 +190,7 @@ def assemble(
         if member.agent:
             batch.of_agents.setdefault(member.agent, {})[member.rollout.id] = member.total
     credit, reasons = _credit(members, batch, settings)
-    owners: list[str] = []
+    batch.normalization = settings.length_normalization, settings.length_constant
     for member, reason in zip(members, reasons, strict=True):
         if reason is SkipReason.NO_REWARD and member.rewards:
             reason = SkipReason.REFUSED_REWARD
@@ -192,10 +201,8 @@ def assemble(
         batch.off_policy.update(how for call in member.turns for how in _deviations(call))
         batch.rows += [_row(path, member, credit, settings) for path in member.trajectories]
         batch.calls_of_rows += [path.call_ids for path in member.trajectories]
-        owners += [member.rollout.id] * len(member.trajectories)
-    batch.rows = normalize_lengths(
-        batch.rows, owners, settings.length_normalization, settings.length_constant
-    )
+        batch.owners += [member.rollout.id] * len(member.trajectories)
+    batch.rows = normalize_lengths(batch.rows, batch.owners, *batch.normalization)
     return batch
 
 
@@ -213,21 +220,37 @@ def normalize_lengths(
     constant: over rollouts, of the sum over tokens divided by ``constant`` (Dr. GRPO,
     arXiv:2503.20783), so that length has no influence.
     """
+    return _weighted(rows, _length_weights(rows, owners, how, constant))
+
+
+def _length_weights(
+    rows: Sequence[TrainingRow], owners: Sequence[str], how: LengthNormalization, constant: int
+) -> list[float]:
+    """Return the weight of each row's tokens; see ``normalize_lengths``."""
     if how == "token":
-        return list(rows)
+        return [1.0] * len(rows)
     of_owner: Counter[str] = Counter()
     for row, owner in zip(rows, owners, strict=True):
         of_owner[owner] += row.trained
     total = of_owner.total()
-    weights: list[list[float]] = []
+    weights: list[float] = []
     for row, owner in zip(rows, owners, strict=True):
         share = {
             "sequence": len(rows) * row.trained,
             "rollout": len(of_owner) * of_owner[owner],
             "constant": len(of_owner) * constant,
         }[how]
-        before = row.extra.get("weights", [1.0] * len(row.tokens))
-        weights.append([weight * total / share for weight in before])
+        weights.append(total / share)
+    return weights
+
+
+def _weighted(rows: Sequence[TrainingRow], factors: Sequence[float]) -> list[TrainingRow]:
+    if all(factor == 1.0 for factor in factors):
+        return list(rows)
+    weights = [
+        [weight * factor for weight in row.extra.get("weights", [1.0] * len(row.tokens))]
+        for row, factor in zip(rows, factors, strict=True)
+    ]
     return with_extra(rows, weights=weights)
 
 

@@ -273,6 +273,8 @@ def require_known_parts(model: PreTrainedModel, decoder: Any) -> None:
     rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
     if rope.get("rope_type") in ("dynamic", "longrope"):
         raise ValueError("its rotary embedding depends on the length")
+    if rope.get("llama_4_scaling_beta"):
+        raise ValueError("its queries are scaled by their positions")
     for layer in decoder.layers:
         own = {name.rpartition(".")[0] for name, _ in layer.named_parameters()}
         if own not in (_PARTS, _PARTS | _HEAD_NORMS):

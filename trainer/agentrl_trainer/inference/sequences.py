@@ -85,7 +85,7 @@ class StopStrings:
     def push(self, token_id: int) -> str | None:
         """Add a token; returns the earliest stop string that the text now contains."""
         if self._backend is not None:
-            new = self._stream.step(self._backend, token_id) or ""
+            new = self._streamed(self._backend, token_id)
         else:  # a tokenizer written in Python cannot stream: decode everything again, O(n) a token
             self._ids.append(token_id)
             answer, new = str(self._tokenizer.decode(self._ids)), ""
@@ -95,6 +95,13 @@ class StopStrings:
         hits = [(at, s) for s in self._stop if (at := text.find(s)) >= 0]
         self._tail = text[-self._keep :] if self._keep else ""
         return min(hits)[1] if hits else None
+
+    def _streamed(self, backend: Tokenizer, token_id: int) -> str:
+        try:
+            return self._stream.step(backend, token_id) or ""
+        except Exception:  # "Invalid prefix": bytes that are no text have changed the text before
+            self._stream = DecodeStream(skip_special_tokens=False)
+            return self._stream.step(backend, token_id) or ""
 
 
 @dataclass(slots=True, eq=False)

@@ -77,14 +77,17 @@ def mismatched(rows: Sequence[TrainingRow]) -> list[TrainingRow]:
     """Give each prompt the answer to another one, as KTO does to estimate the KL divergence.
 
     The mean of log policy - log reference over these rows, at least 0, is the ``kl`` of ``kto``.
-    The rows are chosen and rejected answers in turn, of two pairs at least.
+    The rows are chosen and rejected answers in turn, of two pairs at least. A row that would become
+    longer than all of ``rows`` is cut, because the context or the memory may end there.
     """
     starts = [row.mask.index(True) for row in rows]
+    longest = max(len(row.tokens) for row in rows)
     made: list[TrainingRow] = []
     for at, row in enumerate(rows):
         other = (at + 2) % len(rows)
-        tokens = row.tokens[: starts[at]] + rows[other].tokens[starts[other] :]
-        mask = [False] * starts[at] + rows[other].mask[starts[other] :]
+        answer = slice(starts[other], starts[other] + longest - starts[at])
+        tokens = row.tokens[: starts[at]] + rows[other].tokens[answer]
+        mask = [False] * starts[at] + rows[other].mask[answer]
         nothing = [0.0] * len(mask)
         made.append(TrainingRow(tokens, mask, nothing, nothing, row.adapter))
     return made

@@ -32,9 +32,7 @@ def client(server: socket.socket) -> Iterator[socket.socket]:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize(
-    "body", ["\u4f60\u597d" * 10_000, "x " * 30_000, "x" + " " * 60_000 + "x"]
-)
+@pytest.mark.parametrize("body", ["\u4f60\u597d" * 10_000, "x " * 30_000, "x" + " " * 60_000 + "x"])
 def test_long_bodies_pass_and_a_request_for_rewards_behind_one_does_not(
     server: socket.socket, client: socket.socket, body: str
 ) -> None:
