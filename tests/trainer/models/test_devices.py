@@ -19,6 +19,7 @@ from agentrl_trainer.models.devices import (
     free_memory,
     left_in_container,
     moved,
+    return_freed_memory,
     return_large_tensors,
 )
 from agentrl_trainer.models.sources import ModelError
@@ -133,3 +134,7 @@ def test_large_tensors_go_back_to_the_system() -> None:
     assert Process().memory_info().rss > before + 240 * 2**20
     large.clear()
     assert Process().memory_info().rss < before + 60 * 2**20
+    del between[:-1]
+    assert Process().memory_info().rss > before + 40 * 2**20
+    return_freed_memory()
+    assert Process().memory_info().rss < before + 20 * 2**20

@@ -6,7 +6,6 @@ Knows threads and the scheduler, not HTTP, training or text (but for stop string
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import logging
 import math
@@ -42,7 +41,7 @@ from agentrl_trainer.inference.requests import (
 from agentrl_trainer.inference.sampling import uniforms
 from agentrl_trainer.inference.scheduler import Scheduler
 from agentrl_trainer.inference.sequences import Sequence, StopStrings
-from agentrl_trainer.models.devices import on_own_thread
+from agentrl_trainer.models.devices import on_own_thread, return_freed_memory
 from agentrl_trainer.models.loading import BaseModel
 from agentrl_trainer.models.sources import ModelError
 
@@ -290,8 +289,7 @@ class SamplerEngine:
 
     def _drop_prefixes(self) -> None:
         self._pool.drop_all()
-        with contextlib.suppress(OSError, AttributeError):  # of another C library
-            ctypes.CDLL("libc.so.6").malloc_trim(0)
+        return_freed_memory()
 
     def _run(self) -> None:
         why = None

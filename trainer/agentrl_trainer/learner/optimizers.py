@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from agentrl_trainer.learner.loss_options import AdamParams
 from agentrl_trainer.learner.step_stats import OptimStats
+from agentrl_trainer.models.devices import return_freed_memory
 
 VALUE = "value."
 """Prefix of the name under which an adapter's value function trains; no adapter has a dot."""
@@ -80,6 +81,7 @@ class AdapterOptimizers:
                 group |= {"eps": adam.eps, "weight_decay": adam.weight_decay}
                 self._optimizers[name].step()
         self.discard_gradients(adapters)
+        return_freed_memory()
         return OptimStats(math.hypot(*of_policy), refused)
 
     def discard_gradients(self, adapters: Collection[str] | None = None) -> None:

@@ -86,6 +86,16 @@ def return_large_tensors(device: torch.device) -> None:
             ctypes.CDLL("libc.so.6").mallopt(_MMAP_THRESHOLD, _LARGE)
 
 
+def return_freed_memory() -> None:
+    """Have glibc give back to the system what is free between smaller tensors, too.
+
+    For the end of an update, or of sampling: then the other one needs it. After an update of
+    SmolLM2-135M with 8 rows of 640 tokens it is 0.4 GB.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # of another C library
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy to a device, on CUDA without waiting for it.
 
