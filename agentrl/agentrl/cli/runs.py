@@ -38,7 +38,7 @@ from agentrl.history.atif_import import import_trajectories
 from agentrl.history.rollout_table import Query, find_rollouts
 from agentrl.history.run_list import RunList
 from agentrl.history.sources import OpenRun, Sources, open_run
-from agentrl.runs.folder import RunFolder
+from agentrl.runs.folder import RunFolder, versions_of
 from agentrl.runs.recorded import CONTINUED, how_to_continue, shown
 from agentrl_tracer.store import Store, StoreError
 
@@ -316,8 +316,7 @@ def _what_may_go(run: OpenRun) -> Iterator[tuple[str, list[Path]]]:
     kinds = {"logs": folder.logs.glob("*"), "token records": folder.tokens.glob("*"),
              "index": folder.root.glob("view.db*")}  # fmt: skip
     if state == "finished":
-        versions = [sorted(one.glob("v[0-9]*")) for one in folder.adapters.glob("*")]
-        older = [path for each in versions for path in each[:-1]]
+        older = [path for one in folder.adapters.glob("*") for _, path in versions_of(one)[:-1]]
         kinds["checkpoints"] = folder.checkpoints.glob("*")
         kinds["adapters"] = (path for path in older if not (path / "keep").exists())
     for kind, found in kinds.items():

@@ -60,17 +60,17 @@ class OfflineDisplay(Progress):
 def offline_report(folder: RunFolder, summary: OfflineSummary, model: ModelSettings) -> Group:
     """Show the losses, how held-out pairs or scores were told apart, and where things are."""
     losses, known = summary.loss, summary.held_out
+    said = f"{losses[0]:.4f} → [b]{losses[-1]:.4f}[/]" if losses else "never finite"
     drawn = sparkline(losses[-_CURVE_WIDTH:])
-    rows: list[tuple[str, str | Text]] = [
-        ("loss", f"{losses[0]:.4f} → [b]{losses[-1]:.4f}[/] in {summary.steps} steps  {drawn}")
-    ]
+    rows: list[tuple[str, str | Text]] = [("loss", f"{said} in {summary.steps} steps  {drawn}")]
     if (best := summary.best) is not None:
         first, last = known[min(known)], known[max(known)]
         said = f"{first:.4f} → {last:.4f}, best {known[best]:.4f} at step {best}"
         rows.append(("held-out loss", said))
     metrics = folder.read_metrics()
     for name, (what, form) in _MEASURED.items():
-        if found := [row[f"eval/{name}"] for row in metrics if f"eval/{name}" in row]:
+        values = (row.get(f"eval/{name}") for row in metrics)
+        if found := [value for value in values if value is not None]:
             rows.append((what, f"{found[0]:{form}} → [b]{found[-1]:{form}}[/]"))
     if summary.why:
         rows.append(("ended by", Text(summary.why)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import closing
@@ -99,7 +100,8 @@ def served_samples(config: SftConfig) -> Samples:
     for call in reversed(calls):
         if paths := paths_of([call], imitated=True):
             row = to_training_row(paths[0], {call.id: 1.0})
-            made.append([{"task": call.id, "tokens": row.tokens, "mask": row.mask}])
+            asked = json.dumps(call.prompt_ids)
+            made.append([{"task": asked, "tokens": row.tokens, "mask": row.mask}])
         else:
             found.left_out["calls that failed, or were answered by another server's model"] += 1
     return _without_copies(made, config, "calls", found)

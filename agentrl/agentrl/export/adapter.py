@@ -17,6 +17,9 @@ from agentrl.export import ollama
 from agentrl.runs.best_adapter import which_adapter
 from agentrl.runs.folder import find_adapters, is_reward_model, run_and_step
 from agentrl.samplers.vllm.adapters import adapts_experts
+from agentrl_trainer.names import BUILT_IN
+
+_TEMPLATE = "chat_template.jinja"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,20 +72,25 @@ def export(
     trusted = trust_remote_code or (
         model is None and recorded(settings, "model.trust_remote_code", False)
     )
+    template = recorded(settings, "model.chat_template")
     if merged:
         from agentrl.export.merge import merge
 
-        merge(found[name], base, out, trust_remote_code=trusted)
+        merge(found[name], base, out, trust_remote_code=trusted, chat_template=template)
         trusted = "auto_map" in _read(out / "config.json")
         ours, theirs = ["--model", str(out)], [str(out)]
     else:
         try:
             with atomic_folder(out) as staging:
                 shutil.copytree(found[name], staging, dirs_exist_ok=True)
+                _complete(staging, base, template)
         except shutil.Error as error:  # of each file: source, target and reason
             raise OSError(f"the adapter cannot be copied: {error.args[0][0][2]}") from error
         ours = ["--adapter-path", str(out), "--model", base]
         theirs = [resolve_model(base), *_lora_options(name, out)]
+        if template is not None:
+            ours += ["--model.chat-template", template]
+            theirs += ["--chat-template", str(out / _TEMPLATE)]
     trusting = ["--trust-remote-code"] if trusted else []
     servers = {
         "agentrl": [shlex.join(["agentrl", "serve", *ours, *trusting])],
@@ -96,6 +104,20 @@ def export(
         train = shlex.join(["agentrl", "train", "AGENT", "--rewards", f"model:{out}"])
         servers = {"transformers": [load]} if merged else {"agentrl": [train], "PEFT": [load]}
     return Exported(out, merged, servers, which_adapter(source, found))
+
+
+def _complete(peft: Path, base: str, template: str | None) -> None:
+    """Write what only agentrl knows: where a built-in model is, and the chat template."""
+    if base in BUILT_IN:
+        from agentrl_trainer.models.sources import resolve_model
+
+        config = _read(peft / "adapter_config.json")
+        config["base_model_name_or_path"] = resolve_model(base)
+        (peft / "adapter_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    if template is not None:
+        from agentrl_trainer.models.loading import CHAT_TEMPLATES
+
+        (peft / _TEMPLATE).write_text(CHAT_TEMPLATES[template], encoding="utf-8")
 
 
 def _read(path: Path) -> dict[str, Any]:

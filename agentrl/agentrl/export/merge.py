@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import warnings
@@ -13,17 +14,28 @@ import torch
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from transformers.utils.hub import cached_file
 
 from agentrl.export import ollama
 from agentrl.runs.folder import is_reward_model
 from agentrl_trainer.checkpoint import atomic_folder
-from agentrl_trainer.models.loading import BaseModel, checkpoint_dtype, load_base
+from agentrl_trainer.models.loading import (
+    BaseModel,
+    checkpoint_dtype,
+    is_multimodal,
+    load_base,
+)
 from agentrl_trainer.models.lora import read_adapter
 from agentrl_trainer.models.lora_targets import no_false_warnings
 from agentrl_trainer.models.sources import ModelError, resolve_model
 
+_PROCESSORS = "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"
 
-def merge(peft: Path, model: str, out: Path, *, trust_remote_code: bool = False) -> None:
+
+def merge(
+    peft: Path, model: str, out: Path, *, trust_remote_code: bool = False,
+    chat_template: str | None = None,
+) -> None:  # fmt: skip
     """W + (alpha / rank) B A for every adapted layer; tokenizer and chat template beside it.
 
     A reward model becomes one for sequence classification, whose only label is the score.
@@ -31,11 +43,15 @@ def merge(peft: Path, model: str, out: Path, *, trust_remote_code: bool = False)
     Added up in float32 and rounded once, to the type that the base's checkpoint is in; but for what
     the model keeps in float32.
 
+    Args:
+        trust_remote_code, chat_template: as for ``load_base``.
+
     Raises:
         ModelError: the adapter does not fit the model, or the sum cannot be written down as weights
             of this model, for layers with a weight in common have each an update of its own.
     """
-    base = load_base(model, device="cpu", dtype="float32", trust_remote_code=trust_remote_code)
+    how: Any = {"trust_remote_code": trust_remote_code, "chat_template": chat_template}
+    base = load_base(model, device="cpu", dtype="float32", **how)
     if is_reward_model(peft):
         base = replace(base, model=_as_classifier(base, trust_remote_code))
     with no_false_warnings(), warnings.catch_warnings():
@@ -46,14 +62,24 @@ def merge(peft: Path, model: str, out: Path, *, trust_remote_code: bool = False)
     _untie(base.model)
     _refuse_shared(base.model, model)
     whole = adapted.merge_and_unload(safe_merge=True)  # pyright: ignore[reportCallIssue]
-    _round(whole, checkpoint_dtype(model, trust_remote_code=trust_remote_code))
+    _round(whole, checkpoint_dtype(model, **how))
     with atomic_folder(out) as staging:
         whole.save_pretrained(staging)
         base.tokenizer.save_pretrained(staging)
         if not is_reward_model(peft):
             ollama.write_modelfile(staging, base.tokenizer)
+        if is_multimodal(base.model.config):
+            _copy_processors(model, staging)
         for file in staging.iterdir():  # safetensors keeps weights from other users
             shutil.copymode(staging / "config.json", file)
+
+
+def _copy_processors(model: str, out: Path) -> None:
+    """Copy what reads images and sound, unchanged: without it no other server loads the model."""
+    for name in _PROCESSORS:
+        with contextlib.suppress(OSError):  # it has none of this name
+            found = cached_file(resolve_model(model), name)
+            shutil.copyfile(str(found), out / name)
 
 
 def _as_classifier(base: BaseModel, trust_remote_code: bool) -> PreTrainedModel:

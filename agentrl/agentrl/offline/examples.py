@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import takewhile
 
 from agentrl.config.commands import OfflineConfig, PreferConfig, RewardModelConfig, SftConfig
 from agentrl.config.errors import ConfigError
@@ -129,7 +130,8 @@ def chat_examples(
     chat = to_chat(data)
     rows = chat_rows(renderer, chat, train_on)
     left_out[f"chats without an answer that trains ({train_on})"] += not rows
-    return [Example((row,), json_line(chat.messages)) for row in rows]
+    asked = takewhile(lambda message: message["role"] != "assistant", chat.messages)
+    return [Example((row,), json_line([*asked])) for row in rows]
 
 
 def pair_examples(renderer: Renderer, data: Json, left_out: Counter[str]) -> list[Example]:

@@ -234,8 +234,9 @@ def finish(run: OfflineRun, step: int) -> OfflineSummary:
     title = f"{folder.name}: {run.config.kind} of {run.config.model.name}"
     losses = ((LOSS, "loss of the step's examples"), (HELD_OUT_LOSS, "held-out loss"))
     draw_learning_curve(rows, title, folder.picture, *losses)
-    loss, seconds = [row[LOSS] for row in rows if LOSS in row], time.perf_counter() - run.began
-    summary = OfflineSummary(step, loss, run.held_out_losses, run.best, round(seconds, 2), why)
+    loss = [row[LOSS] for row in rows if row.get(LOSS) is not None]  # those that were finite
+    seconds = round(time.perf_counter() - run.began, 2)
+    summary = OfflineSummary(step, loss, run.held_out_losses, run.best, seconds, why)
     folder.write_json(folder.summary, asdict(summary))
     run.store.end_run(run.run_id, "finished")
     run.backend.close()

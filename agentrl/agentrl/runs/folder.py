@@ -193,7 +193,7 @@ class RunFolder:
         names = (path.name.removeprefix("step-") for path in self.checkpoints.glob("step-*"))
         needed = {int(name) for name in names if name.isdigit()}.union(evaluated)
         for adapter in self.adapters.glob("*"):
-            for version, path in _versions(adapter)[:-keep]:
+            for version, path in versions_of(adapter)[:-keep]:
                 if version not in needed and not (path / "keep").exists():
                     shutil.rmtree(path, ignore_errors=True)
 
@@ -341,7 +341,7 @@ def is_reward_model(adapter: Path) -> bool:
     return config.get("task_type") == "SEQ_CLS"
 
 
-def _versions(adapter: Path) -> list[tuple[int, Path]]:
+def versions_of(adapter: Path) -> list[tuple[int, Path]]:
     """Return an adapter's versions, oldest first; folders of other names are the user's."""
     found = [path for path in adapter.glob("v*") if path.name[1:].isdigit()]
     return sorted((int(path.name[1:]), path) for path in found)
@@ -359,7 +359,7 @@ def _adapters_of(run: RunFolder, step: str, field: str) -> dict[str, Path]:
             )
         return run.layout(run.best_adapter, [folder.name for folder in folders])
     for folder in folders:
-        versions = {str(version): path for version, path in _versions(folder)}
+        versions = {str(version): path for version, path in versions_of(folder)}
         version = step or next(reversed(versions), "")
         if version not in versions:
             raise ConfigError(

@@ -196,12 +196,14 @@ def test_prune_says_what_may_go_asks_and_keeps_what_is_needed(
         folder.mkdir(parents=True)
         (folder / "weights").write_bytes(bytes(1_000_000))
     (versions[1] / "keep").touch()
+    own = versions[0].with_name("v000003-good")
+    own.mkdir()
     assert "say --yes" in said("prune", tmp_path, code=2)
     assert all(folder.exists() for folder in versions)
     lines = [line.split() for line in said("prune", tmp_path, "--yes").splitlines()]
     assert ["other", "adapters", "2", "2.0"] in lines
     assert ["other", "checkpoints", "1", "1.0"] in lines
-    assert [folder.exists() for folder in versions] == [False, True, False, True]
+    assert [folder.exists() for folder in (*versions, own)] == [False, True, False, True, True]
     assert not list((run / "checkpoints").iterdir())
     assert not list((run / "logs").iterdir())
     assert (run / "adapter-best" / "weights").exists()

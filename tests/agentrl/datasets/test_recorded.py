@@ -122,5 +122,10 @@ def test_served_calls_are_rows(tmp_path: Path) -> None:
     rows = sorted((one.rows[0].tokens, one.rows[0].mask) for one in found.kept)
     assert rows == [([1, 2], [False, True]), ([1, 2, 3, 4], [False, False, True, True])]
     assert sorted(found.left_out.values()) == [1, 2]
+    other = make("another answer", [1, 2], [5], adapter=None, **outside)
+    with closing(Store(str(url))) as store:
+        store.write_calls("boot", [], [other], 6)
+    tasks = Counter(one.task for one in served_samples(config({"from_served": str(url)})).kept)
+    assert sorted(tasks.values()) == [1, 2]  # both answers to a prompt are held out, or none
     with pytest.raises(ConfigError, match=r"data.from_served: .* is not there"):
         served_samples(config({"from_served": str(tmp_path / "none.db")}))

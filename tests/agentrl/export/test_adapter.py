@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from command_line import agentrl
-from peft import PeftModel
+from peft import AutoPeftModelForCausalLM, PeftModel
 from tiny_policy import Policy, trained_run
 
 from agentrl.config.commands import ServeConfig
@@ -20,7 +20,7 @@ from agentrl.config.errors import ConfigError
 from agentrl.config.loading import load
 from agentrl.export.adapter import Exported, export, ollama
 from agentrl.runs.folder import RunFolder, find_adapters
-from agentrl_trainer.models.loading import load_base
+from agentrl_trainer.models.loading import CHAT_TEMPLATES, load_base
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +147,35 @@ def test_what_serves_a_trusted_model_says_so(
         assert "--trust" not in plain.servers[server][0]
     tokens = shlex.split(trusted.servers["agentrl"][0])[2:]
     assert load(ServeConfig, tokens, {}).model.trust_remote_code is not merged
+
+
+def test_the_chat_template_of_the_training_is_exported(changed: RunFolder, tmp_path: Path) -> None:
+    """Of a base model, which has none."""
+    base = load_base("agentrl-tiny", device="cpu")
+    base.tokenizer.chat_template = None
+    for part in (base.model, base.tokenizer):
+        part.save_pretrained(tmp_path / "base")
+    model = str(tmp_path / "base")
+    changed.write_json(changed.config, {"model": {"name": model, "chat_template": "role_colon"}})
+    whole, peft = tmp_path / "whole", tmp_path / "peft"
+    exported(changed.root, whole, model, merged=True)
+    assert (
+        load_base(str(whole), device="cpu").tokenizer.chat_template == CHAT_TEMPLATES["role_colon"]
+    )
+    servers = exported(changed.root, peft, model).servers
+    assert (peft / "chat_template.jinja").read_text() == CHAT_TEMPLATES["role_colon"]
+    assert f"--chat-template {peft}/chat_template.jinja" in servers["vLLM"][0]
+    tokens = shlex.split(servers["agentrl"][0])[2:]
+    assert load(ServeConfig, tokens, {}).model.chat_template == "role_colon"
+
+
+def test_peft_finds_the_base_of_an_adapter_of_a_built_in_model(
+    run: RunFolder, tmp_path: Path
+) -> None:
+    exported(run.root, tmp_path / "peft")
+    model = AutoPeftModelForCausalLM.from_pretrained(str(tmp_path / "peft"))
+    assert model.active_adapters == ["default"]
+    assert exported(tmp_path / "peft", tmp_path / "again", "agentrl-tiny").servers
 
 
 @pytest.mark.parametrize(

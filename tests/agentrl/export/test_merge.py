@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     PreTrainedModel,
@@ -153,6 +155,24 @@ def test_a_merged_model_is_as_large_as_its_base(tmp_path: Path) -> None:
     chosen = live.argmax(-1, keepdim=True)
     assert (merged - live).gather(-1, chosen).abs().max() < 0.05
     assert (plain - live).gather(-1, chosen).abs().max() > 0.2
+
+
+def test_a_merged_model_of_text_and_images_has_its_processor(tmp_path: Path) -> None:
+    config = Gemma3Config(
+        text_config={**SIZES, "num_hidden_layers": 1},
+        vision_config={
+            "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+        },
+        mm_tokens_per_image=4, image_token_index=63,
+    )  # fmt: skip
+    base = stored(Gemma3ForConditionalGeneration(config), tmp_path / "base")
+    (tmp_path / "base/preprocessor_config.json").write_text('{"image_mean": [0.5]}')
+    peft = attach_adapter(load_base(base, device="cpu"), "policy", lora_config(4, 8), 0)
+    save_adapter(peft, "policy", tmp_path / "peft")
+    out, _, _ = merge(tmp_path, base)
+    assert (out / "preprocessor_config.json").read_text() == '{"image_mean": [0.5]}'
+    assert not (out / "processor_config.json").exists()
 
 
 def test_a_merged_model_keeps_in_float32_what_its_base_keeps(tmp_path: Path) -> None:

@@ -12,10 +12,13 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from rich.console import Console
 from safetensors.torch import load_file
 
 from agentrl.config.commands import OfflineConfig, SftConfig
 from agentrl.config.errors import ConfigError
+from agentrl.config.settings.models import ModelSettings
+from agentrl.console.offline import offline_report
 from agentrl.datasets.samples import Example, weighted_row
 from agentrl.offline.command import run_offline
 from agentrl.offline.run import OfflineRun, OfflineSummary
@@ -149,3 +152,14 @@ def test_a_resumed_run_refuses_what_would_make_other_steps(whole: Whole, tmp_pat
         )  # fmt: skip
     with pytest.raises(ConfigError, match=r"name: .* exists already; .* --resume"):
         train(root.parent)
+
+
+def test_a_step_whose_loss_was_not_finite_is_left_out_of_the_report(whole: Whole) -> None:
+    with patch.object(
+        RunFolder, "read_metrics", return_value=[{"step": 2, "eval/rewards/accuracies": None}]
+    ):
+        for losses, said in (([2.0, 1.0], "2.0000 → 1.0000 in 3 steps"), ([], "never finite")):
+            summary = OfflineSummary(3, losses, {}, None, 1.0, None)
+            console = Console(record=True, width=120)
+            console.print(offline_report(whole.folder, summary, ModelSettings()))
+            assert said in console.export_text()

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,12 +28,13 @@ from agentrl.console.output import console
 from agentrl.datasets.chats import to_chat
 from agentrl.datasets.rendering import chat_rows
 from agentrl.history.export import paths_of
+from agentrl.offline.examples import chat_examples, split
 from agentrl.runs.folder import RunFolder, find_adapters
 from agentrl.runs.recorded import open_store, state_of
 from agentrl.samplers.embedded import EmbeddedSampler
 from agentrl_proxy.rendering.renderer import Renderer
 from agentrl_trainer.data.training_row import to_training_row
-from agentrl_trainer.models.loading import load_base
+from agentrl_trainer.models.loading import load_base, load_facts
 
 KILLED = Path(__file__).parents[2] / "support/offline_killed.py"
 
@@ -219,3 +221,16 @@ def test_what_cannot_be_trained_is_named_before_there_is_a_run(
     with pytest.raises(ConfigError, match=message):
         sft(*arguments)
     assert not (tmp_path / "runs").exists()
+
+
+def test_answers_to_one_prompt_are_all_held_out_or_none() -> None:
+    renderer, left_out = Renderer(load_facts("agentrl-tiny").tokenizer), Counter[str]()
+    chats = [
+        {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": said}]}
+        for n in range(10)
+        for said in ("yes", "no", "why")
+    ]
+    examples = [one for chat in chats for one in chat_examples("all", renderer, chat, left_out)]
+    train, held_out = split(examples, 0.2, 0)
+    assert (len(train), len(held_out), len({one.task for one in examples})) == (24, 6, 10)
+    assert not {one.task for one in train} & {one.task for one in held_out}

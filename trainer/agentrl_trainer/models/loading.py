@@ -181,9 +181,11 @@ def load_base(
     )
 
 
-def checkpoint_dtype(name: str, *, trust_remote_code: bool = False) -> torch.dtype:
-    """Return the type that a model's weights are stored in."""
-    config, _, load = _load_config(name, trust_remote_code)
+def checkpoint_dtype(
+    name: str, *, trust_remote_code: bool = False, chat_template: str | None = None
+) -> torch.dtype:
+    """Return the type that a model's weights are stored in; the arguments are ``load_base``'s."""
+    config, _, load = _load_config(name, trust_remote_code, chat_template)
     for known in (config, config.get_text_config()):
         if isinstance(found := getattr(known, "dtype", None), torch.dtype):
             return found

