@@ -121,7 +121,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize(("beside", "count"), [(False, 2), (True, 1)])
 def test_the_gateways_sampler_computes_with_them(beside: bool, count: int) -> None:
-    sampler, _ = make_sampler(
+    sampler, renderer = make_sampler(
         GatewayPlan(
             model=ModelSettings(cores=2, device="cpu"), sampler=SamplerSettings(weights="int8"),
             gateway=GatewaySettings(), store="unused", trains_beside=beside,
@@ -130,6 +130,9 @@ def test_the_gateways_sampler_computes_with_them(beside: bool, count: int) -> No
     assert torch.get_num_threads() == count
     assert isinstance(sampler, EmbeddedSampler)
     assert sampler.engine._int8
+    # Whatever may end an answer is none of its text: the end of the turn, and that of all text.
+    assert renderer.is_stop(0)
+    assert renderer.is_stop(2)
 
 
 @pytest.mark.usefixtures("threads")

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 
-def _published(name: str) -> str:
+def published(name: str) -> str:
     spec = find_spec("trl")
     assert spec is not None
     assert spec.origin is not None
     return (Path(spec.origin).parent / f"chat_templates/{name}.jinja").read_text(encoding="utf-8")
 
 
-_DEEPSEEK_R1 = _published("deepseekv3")
+_DEEPSEEK_R1 = published("deepseekv3")
 _DEEPSEEK_V3 = _DEEPSEEK_R1.replace("<think>\\n", "")
 _DEEPSEEK_V3_1 = _DEEPSEEK_V3.replace("<｜Assistant｜>", "<｜Assistant｜></think>").replace(
     "tool['type'] + '<｜tool▁sep｜>' + tool['function']['name'] + '\\n' + '```json' + '\\n' + "
@@ -74,10 +74,10 @@ _CALLS = "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>"
 _DS = (_DEEPSEEK, "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>")
 
 FAMILIES = {
-    "qwen2.5": Family(_published("qwen2_5"), _CHATML, None, "<|im_end|>", _HERMES_CALL),
-    "qwen3": Family(_published("qwen3"), _CHATML, None, "<|im_end|>", _HERMES_CALL),
+    "qwen2.5": Family(published("qwen2_5"), _CHATML, None, "<|im_end|>", _HERMES_CALL),
+    "qwen3": Family(published("qwen3"), _CHATML, None, "<|im_end|>", _HERMES_CALL),
     "llama3": Family(
-        _published("llama3_1"), _LLAMA, "<|begin_of_text|>", "<|eot_id|>",
+        published("llama3_1"), _LLAMA, "<|begin_of_text|>", "<|eot_id|>",
         '{{"name": "{name}", "parameters": {arguments}}}', parallel=False,
     ),
     "deepseek-v3": Family(_DEEPSEEK_V3, *_DS, _V3_CALL, _CALLS),

@@ -137,3 +137,26 @@ def test_what_children_of_multiprocessing_emit_arrives(collector: Collector, met
     assert sorted(ours) == sorted(expected)
     [note] = [s for s in collector.spans if s.name == "agentrl.note"]
     assert note.attributes == {"agentrl.note.name": "note", "agentrl.note.data": '{"a": [1]}'}
+
+
+def test_spans_that_are_recorded_and_not_sampled_are_not_awaited(collector: Collector) -> None:
+    theirs, ours = run(
+        collector,
+        """
+        from opentelemetry.sdk.trace.sampling import Decision, Sampler, SamplingResult
+
+        class RecordOnly(Sampler):
+            def should_sample(self, *_, **__):
+                return SamplingResult(Decision.RECORD_ONLY)
+
+            def get_description(self):
+                return "records"
+
+        trace.set_tracer_provider(TracerProvider(sampler=RecordOnly()))
+        ours()
+        with trace.get_tracer("app").start_as_current_span("step"):
+            emit_reward(1.0)
+        done()
+        """,
+    )
+    assert (theirs, ours) == ([], ["agentrl.reward"])

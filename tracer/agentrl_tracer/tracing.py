@@ -242,8 +242,8 @@ class SpanRouter(SpanProcessor):
     def on_end(self, span: ReadableSpan) -> None:
         context = span.get_span_context()
         opened = context and self.open.pop(context.span_id, None)
-        if not opened or context is None:
-            return
+        if not opened or context is None or not context.trace_flags.sampled:
+            return  # what is recorded and not sampled is not exported either
         attempt = opened[1]
         with self._lock:
             attempt.ended += 1

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from agentrl.samplers.tinker import TinkerSampler
     from agentrl.samplers.vllm.sampler import VllmSampler
     from agentrl_proxy.dependencies import ProviderModel
+    from agentrl_proxy.rendering.renderer import Renderer
     from agentrl_proxy.sampler import Sampler
 
 log = logging.getLogger("agentrl")
@@ -136,7 +137,6 @@ def _ready_app(plan: GatewayPlan, ending: contextlib.ExitStack) -> FastAPI:
 
     from agentrl_proxy.app import create_app
     from agentrl_proxy.dependencies import ConnectionLimits, GatewayDependencies
-    from agentrl_proxy.rendering.renderer import Renderer
     from agentrl_proxy.rendering.templates import THINKING_SWITCHES
     from agentrl_proxy.requests.speakers import SpeakerRule
     from agentrl_proxy.telemetry.otlp_export import OtlpExporter
@@ -149,14 +149,13 @@ def _ready_app(plan: GatewayPlan, ending: contextlib.ExitStack) -> FastAPI:
     ending.callback(store.close)
     boot_id = new_boot_id(plan.number)
     store.register_gateway(boot_id, plan.run_id, os.getpid(), gateways=plan.gateways)
-    sampler, tokenizer = make_sampler(plan)
+    sampler, renderer = make_sampler(plan)
     writer = TraceWriter(store, boot_id)
     ending.callback(writer.close)
     own, budget = plan.gateway, plan.rollouts
     others = {name: provider_model(one) for name, one in plan.models.items()}
     if plan.answered_by is not None:
         others[plan.model.adapter] = replace(others[plan.answered_by], is_policy=True)
-    renderer = Renderer(tokenizer)
     if plan.sampler.thinking is not None and renderer.switches.isdisjoint(THINKING_SWITCHES):
         raise ValueError("sampler.thinking: the model's chat template has no such switch; "
                          "leave it out")  # fmt: skip
@@ -220,10 +219,13 @@ def _log_failure(error: Exception) -> None:
     log.critical("the gateway cannot start: %s", said, exc_info=unexpected)
 
 
-def make_sampler(plan: GatewayPlan) -> tuple[EmbeddedSampler | VllmSampler | TinkerSampler, Any]:
-    """Return the sampler, not started yet, and the tokenizer of its model."""
+def make_sampler(
+    plan: GatewayPlan,
+) -> tuple[EmbeddedSampler | VllmSampler | TinkerSampler, Renderer]:
+    """Return the sampler, not started yet, and what writes its model's prompts."""
     import torch
 
+    from agentrl_proxy.rendering.renderer import Renderer
     from agentrl_trainer.models.loading import load_base, load_facts
 
     torch.set_num_threads(1)  # until the model's size is known
@@ -238,14 +240,16 @@ def make_sampler(plan: GatewayPlan) -> tuple[EmbeddedSampler | VllmSampler | Tin
         base = load_base(model.name, **how)
         cores = max(1, (model.cores or available_cores()) // plan.gateways)
         torch.set_num_threads(sampler_threads(cores, base.parameters, alone=not plan.trains_beside))
-        return EmbeddedSampler(base, int8=plan.sampler.weights == "int8"), base.tokenizer
+        renderer = Renderer(base.tokenizer, stop_ids=base.eos_ids)
+        return EmbeddedSampler(base, int8=plan.sampler.weights == "int8"), renderer
     source = tinker.tokenizer if tinker and tinker.tokenizer else model.name
     facts = load_facts(source, **model.of_tokenizer)
+    renderer = Renderer(facts.tokenizer, stop_ids=facts.eos_ids)
     if tinker:
         from agentrl.samplers.tinker import TinkerSampler
 
         tokenizer, eos_ids, length = facts.tokenizer, facts.eos_ids, facts.context_length
-        return TinkerSampler(model.name, tinker.base_url, tokenizer, eos_ids, length), tokenizer
+        return TinkerSampler(model.name, tinker.base_url, tokenizer, eos_ids, length), renderer
     from agentrl.samplers.vllm.sampler import VllmSampler
 
     vllm = plan.sampler.vllm
@@ -259,7 +263,7 @@ def make_sampler(plan: GatewayPlan) -> tuple[EmbeddedSampler | VllmSampler | Tin
         engines=vllm.engines,
         sleeps=vllm.sleep,
     )
-    return sampler, facts.tokenizer
+    return sampler, renderer
 
 
 def provider_model(settings: OtherModelSettings) -> ProviderModel:

@@ -5,7 +5,7 @@ Knows the protocol's fields and objects. Does not know how a prompt is sampled o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, repeat
 from typing import Any
@@ -123,7 +123,7 @@ def completion_requests(
     common.sampling["max_tokens"] = 16 if limit is None else limit  # OpenAI's default
     prompts = _prompts(raw["prompt"], renderer, context_length, common.n)
     echoed = [renderer.decode_raw(ids) for ids in prompts] if echo else []
-    dialect = CompletionDialect(raw, common.n, echoed)
+    dialect = CompletionDialect(raw, common.n, echoed, prompts)
     common = replace(common, messages=[], raw=raw, dialect=dialect, scored=scored)
     return [
         replace(common, prompt_ids=ids, first_choice=i * common.n) for i, ids in enumerate(prompts)
@@ -183,15 +183,18 @@ class CompletionDialect(ChatDialect):
     Args:
         n: choices per prompt.
         echoed: the text of each prompt, which begins its choices; empty for no echo.
+        prompts: the ids of each, where they are our own model's.
     """
 
     id_prefix = "cmpl-"
     chunk_kind = "text_completion"
 
-    def __init__(self, request: Mapping[str, Any], n: int, echoed: list[str]) -> None:
+    def __init__(
+        self, request: Mapping[str, Any], n: int, echoed: list[str],
+        prompts: Sequence[list[int]] = (),
+    ) -> None:  # fmt: skip
         super().__init__(request)
-        self._n = n
-        self._echoed = echoed
+        self._n, self._echoed, self._prompts = n, echoed, prompts
         self._offsets: dict[int, int] = {}  # of begun choices: characters with log-probs so far
 
     def chunk(self, heading: chat_objects.Heading, choice: dict[str, Any]) -> bytes:
@@ -203,6 +206,7 @@ class CompletionDialect(ChatDialect):
         if not text and not entries and choice["finish_reason"] is None:
             return b""
         said, self._offsets[index] = _text_choice(choice, text, entries, self._offsets[index])
+        said |= self._ids(choice)
         return chat_objects.sse({**heading.fields(self.chunk_kind), "choices": [said]})
 
     def whole(self, response: dict[str, Any]) -> dict[str, Any]:
@@ -212,9 +216,16 @@ class CompletionDialect(ChatDialect):
             if "prompt_logprobs" in one:
                 entries = one["prompt_logprobs"] + (entries or [])
             text = self._echo(one["index"]) + (one["message"]["content"] or "")
-            choices.append(_text_choice(one, text, entries, 0)[0])
+            choices.append(_text_choice(one, text, entries, 0)[0] | self._ids(one))
         heading = chat_objects.heading_of(response).fields(self.chunk_kind)
         return {**heading, "choices": choices, "usage": response["usage"] or None}
+
+    def _ids(self, choice: dict[str, Any]) -> dict[str, list[int]]:
+        """Return what ``return_token_ids`` asks for, as vLLM names it."""
+        if "token_ids" not in choice:
+            return {}
+        prompt = self._prompts[choice["index"] // self._n]
+        return {"prompt_token_ids": prompt, "token_ids": choice["token_ids"]}
 
     def _echo(self, index: int) -> str:
         return self._echoed[index // self._n] if self._echoed else ""

@@ -45,11 +45,13 @@ class ParsedReply:
     first_call: int = 0  # of a piece: the index of its first call in the reply
 
 
-def read_call(text: str, name: str | None) -> ToolCall:
+def read_call(text: str, name: str | None, *, delimited: bool) -> ToolCall:
     """Return the call ``{"name": ..., "arguments": {...}}``, or the arguments alone after a name.
 
     Args:
         name: the name, if it stands before the JSON; None: it is in the JSON.
+        delimited: whether the text stood between delimiters; else only its arguments tell a call
+            from an answer in JSON.
 
     Raises:
         ValueError: it is malformed.
@@ -65,6 +67,8 @@ def read_call(text: str, name: str | None) -> ToolCall:
     named = [value[key] for key in ("arguments", "parameters") if key in value]
     if len(named) > 1:
         raise ValueError("a tool call with arguments and parameters")
+    if not (named or delimited):
+        raise ValueError("an object without arguments")
     arguments = (named or ["{}"])[0]
     if (begun := _CALL.match(text)) is not None:
         spelled, end = _DECODER.raw_decode(text, begun.end())
@@ -82,6 +86,7 @@ def tool_call(name: Any, arguments: Any) -> ToolCall:
     """
     if not isinstance(name, str) or not name:
         raise ValueError("a tool call without a name")
+    name.encode()  # no lone surrogate
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
     arguments = arguments.strip()

@@ -60,7 +60,8 @@ QWEN_3_5 = _template(
         "close_pattern": r"</function>\s*</tool_call>",
         "content": "xml-inline",
         "content_args": {
-            "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"
+            # One line end on each side is the template's; others are the value's.
+            "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"
         },
     },
     _THINK,

@@ -33,6 +33,9 @@ class ReplyTemplate:
         self._spec = spec
         self.prefill = prefill
         self.streams_calls = _is_json_call(spec["fields"].get("tool_calls"))
+        self.delimits_calls = not {"close", "close_pattern"}.isdisjoint(
+            spec["fields"].get("tool_calls") or ()
+        )
         # Most replies contain no delimiter: without any of these first characters there is nothing
         # to parse. None disables the shortcut: the chat template wrote a part of the reply, or a
         # pattern could start anywhere.
@@ -208,7 +211,8 @@ class ReplyParser:
         if event["type"] == "region_chunk":
             self._open += event["text"]
         else:
-            self._calls.append(read_call(self._open, self._name))
+            delimited = self._format.delimits_calls
+            self._calls.append(read_call(self._open, self._name, delimited=delimited))
             self._pass_over(self._open)
             self._open = None
 

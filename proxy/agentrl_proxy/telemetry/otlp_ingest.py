@@ -16,8 +16,23 @@ from agentrl_proxy.protocols.fields import check_marks, read_object, shown
 from agentrl_proxy.requests.recording import trace_context
 from agentrl_proxy.server.large_requests import LargeRequests, is_large
 from agentrl_proxy.server.sse import json_response
-from agentrl_tracer.conventions import REQUEST_ID, REWARD_NAME, UNDELIVERED_SPAN, agent_of_reward
-from agentrl_tracer.schemas import REWARD_RANGE, AttemptRef, AttemptState, Reward, Span, is_reward
+from agentrl_tracer.conventions import (
+    ASIDE,
+    REQUEST_ID,
+    REWARD_NAME,
+    SCORED,
+    UNDELIVERED_SPAN,
+    agent_of_reward,
+)
+from agentrl_tracer.schemas import (
+    POLICY_REWARD_KEY,
+    REWARD_RANGE,
+    AttemptRef,
+    AttemptState,
+    Reward,
+    Span,
+    is_reward,
+)
 from agentrl_tracer.store.faults import unexpected
 
 log = logging.getLogger("agentrl.proxy")
@@ -84,6 +99,8 @@ async def reward(
         if "\0" in (text or ""):  # PostgreSQL stores none
             raise invalid(field, f"{field} must not contain NUL characters")
     value, key = fields.get("value"), headers.get("idempotency-key") or secrets.token_hex(16)
+    if key == POLICY_REWARD_KEY or key.startswith((SCORED, ASIDE)):
+        raise invalid("idempotency-key", f"idempotency-key: {shown(key)} is a key of agentrl's own")
     named: dict[str, tuple[str, Any]] = {key: (fields.get("name") or REWARD_NAME, value)}
     if isinstance(value, dict):
         if len(value) > _MAX_REWARDS:

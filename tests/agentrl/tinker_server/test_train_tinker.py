@@ -99,8 +99,8 @@ def test_trusted_code_of_a_model_is_run_here(
     with pytest.raises(RunError, match="learning_rate: is missing"):
         create_clients(trusting, tmp_path, print)
     plan = GatewayPlan.of(trusting, vllm_url=None, store="", tinker=TinkerSettings())
-    sampler, tokenizer = make_sampler(plan)
-    assert tokenizer.encode("I")
+    sampler, renderer = make_sampler(plan)
+    assert renderer.encode("I")
     assert sampler is not None
     plan.model.trust_remote_code = False
     with pytest.raises(ModelError, match="trust_remote_code"):

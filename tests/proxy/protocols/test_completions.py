@@ -32,6 +32,20 @@ def test_token_ids_are_the_prompt(gateway: Running) -> None:
     assert [seen.adapter for seen in gateway.sampler.requests] == ["policy"] * 3 + [None]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_token_ids_are_returned_with_each_choice(gateway: Running, stream: bool) -> None:
+    with client(gateway) as api:
+        answer: Any = api.completions.create(
+            model="policy", prompt=["One", "Two"], n=2, max_tokens=4, stream=stream,
+            extra_body={"return_token_ids": True},
+        )  # fmt: skip
+        chunks = list(answer) if stream else [answer]
+    said = [one for chunk in chunks for one in chunk.choices if one.finish_reason]
+    found = {one.index: (one.prompt_token_ids, one.token_ids) for one in said}
+    calls = gateway.calls(gateway.claims[0])
+    assert found == {call.choice: (call.prompt_ids, call.response_ids) for call in calls}
+
+
 def test_several_prompts_are_several_calls(gateway: Running) -> None:
     with client(gateway) as api:
         answer = api.completions.create(model="policy", prompt=["One", "Two"], n=2, max_tokens=40)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from itertools import pairwise
 from typing import Any
 
 import pytest
-from family_templates import FAMILIES, Family
+from family_templates import FAMILIES, Family, published
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -158,6 +159,26 @@ def test_calls_before_a_malformed_one_stay(family: str, speaker: Renderer) -> No
         assert whole.content == f"So:\n{rest}"
 
 
+def test_an_answer_in_json_is_no_call_without_arguments(speakers: dict[str, Renderer]) -> None:
+    """Llama writes no delimiters around a call."""
+    text = '{"name": "Alice", "age": 30}'
+    for size in (1, 7, 10_000):
+        whole, _ = in_pieces(speakers["llama3"].parser(tools=True), cut(text, size))
+        assert whole == ParsedReply(content=text)
+
+
+def test_whitespace_of_an_argument_between_tags_is_kept(tokenizer: Any) -> None:
+    qwen = copy.deepcopy(tokenizer)
+    qwen.chat_template = published("qwen3_5_nothink")
+    renderer, asked = Renderer(qwen), {"old": "    x = 1\n", "new": "\n    y = 3\n\n"}
+    strings = {"type": "object", "properties": {name: {"type": "string"} for name in asked}}
+    tools = [{"type": "function", "function": {"name": "edit", "parameters": strings}}]
+    turns = renderer.normalize([*USER, called("edit", asked)])
+    written = renderer.text(turns, tools, generate=False).rpartition("<|im_start|>assistant\n")[2]
+    [call] = renderer.parser(tools=tools).finish(written.partition("<|im_end|>")[0]).tool_calls
+    assert json.loads(call.arguments) == asked
+
+
 def test_calls_in_thoughts_are_thoughts(hermes: Renderer) -> None:
     call, broken = HERMES.said(("search", "{}")), HERMES.said(("search", "{"))
     for size in (1, 5, 10_000):
@@ -184,8 +205,9 @@ def test_calls_in_thoughts_are_thoughts(hermes: Renderer) -> None:
         ('{"name": "f", "arguments": {}} {}', None),
         ('{"name": "f", "arguments": "x"}', None),
         ("[" * 100_000, None),
+        (r'{"name": "\ud83d", "arguments": {}}', None),
     ],
-    ids=range(12),
+    ids=range(13),
 )
 def test_unusual_json(hermes: Renderer, json_text: str, arguments: str | None) -> None:
     text = f"<tool_call>{json_text}</tool_call>"

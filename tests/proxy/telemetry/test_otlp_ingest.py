@@ -84,6 +84,15 @@ def test_rewards_by_json(gateway: Running) -> None:
     assert sorted((one.name, one.value) for one in rewards) == [("style", 1.0), ("truth", 0.5)]
 
 
+@pytest.mark.parametrize("key", ["policy", "scored:exact:exact", "aside:scored:exact:exact"])
+def test_an_agent_cannot_give_the_rewards_of_others(gateway: Running, key: str) -> None:
+    claim = gateway.claims[0]
+    body, headers = {"value": 1, "name": "exact"}, {"idempotency-key": key}
+    response = post(f"{gateway.base_url(claim)}/rewards", claim.key, body, headers=headers)
+    assert (response.status_code, error_of(response)["param"]) == (400, "idempotency-key")
+    assert gateway.store.rewards([claim.rollout_id]) == []
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [

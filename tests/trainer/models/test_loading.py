@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,20 @@ def adapted(seed: int = 1, *, layers: int = 2, rank: int = 4, targets: Any = "al
 def weights(model: PeftModel) -> dict[str, torch.Tensor]:
     """The adapter's, as they are in the model."""
     return {k: p for k, p in model.named_parameters() if ".policy." in k}
+
+
+def test_the_templates_end_of_a_turn_ends_an_answer_whatever_the_eos_is(tmp_path: Path) -> None:
+    """As of base models that have the template of their instruct version."""
+    shutil.copytree(tiny.MODEL_DIR, tmp_path / "base")
+    ends = {
+        "tokenizer_config.json": {"eos_token": "<|endoftext|>"},
+        "generation_config.json": {"eos_token_id": 0}, "config.json": {"eos_token_id": 0},
+    }  # fmt: skip
+    for name, end in ends.items():
+        file = tmp_path / "base" / name
+        file.write_text(json.dumps(json.loads(file.read_text()) | end))
+    base = str(tmp_path / "base")
+    assert load_base(base, device="cpu").eos_ids == load_facts(base).eos_ids == {0, 2}
 
 
 def test_load_base(folder) -> None:

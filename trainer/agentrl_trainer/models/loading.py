@@ -320,4 +320,22 @@ def _context_length(config: Any, tokenizer: PreTrainedTokenizerBase) -> int:
 def _eos_ids(generation: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     found = getattr(generation, "eos_token_id", None)
     ids = found if isinstance(found, (list, tuple)) else [found]
-    return frozenset(int(i) for i in (*ids, tokenizer.eos_token_id) if isinstance(i, int))
+    every = (*ids, tokenizer.eos_token_id, _turn_end(tokenizer))
+    return frozenset(int(i) for i in every if isinstance(i, int))
+
+
+def _turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the special token that the chat template writes behind an answer, if it is one.
+
+    Base models often have the template of their instruct version, and another end of text.
+    """
+    answer = "DUMMYREPLY"
+    turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": answer}]
+    try:
+        text = str(tokenizer.apply_chat_template(turns, tokenize=False))
+    except Exception:  # a template may raise anything
+        return None
+    _, found, ending = text.rpartition(answer)
+    first = next(iter(tokenizer.encode(ending, add_special_tokens=False)), None) if found else None
+    known = None if first is None else tokenizer.added_tokens_decoder.get(first)
+    return first if known is not None and known.special else None
