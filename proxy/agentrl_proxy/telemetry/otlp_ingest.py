@@ -100,7 +100,7 @@ async def reward(
             raise invalid(field, f"{field} must not contain NUL characters")
     value, key = fields.get("value"), headers.get("idempotency-key") or secrets.token_hex(16)
     if key == POLICY_REWARD_KEY or key.startswith((SCORED, ASIDE)):
-        raise invalid("idempotency-key", f"idempotency-key: {shown(key)} is a key of agentrl's own")
+        raise invalid("idempotency-key", f"idempotency-key: {shown(key)} is reserved; send another")
     named: dict[str, tuple[str, Any]] = {key: (fields.get("name") or REWARD_NAME, value)}
     if isinstance(value, dict):
         if len(value) > _MAX_REWARDS:

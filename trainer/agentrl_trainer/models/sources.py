@@ -150,7 +150,7 @@ def _download(wheel: Path) -> None:
         link = re.search(rf'href="([^"]*{re.escape(_WHEEL)})', page.read().decode())
     user, _, host = urlsplit(index).netloc.rpartition("@")
     if link is None:
-        raise OSError(f"{index.replace(f'{user}@', '')} does not list it")
+        raise OSError(f"{index.replace(f'//{user}@', '//')} does not list it")
     tqdm.write(
         f"fetching {SMOLLM2} (SmolLM2-135M-Instruct, {_LICENSE}, by Hugging Face)", sys.stderr
     )

@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable
 from urllib.parse import unquote
 
-# From the beginning of a word only: from each of its bytes takes minutes for a body without spaces.
+# Only from the first byte of a word: from each byte, a body without spaces would take minutes.
 _REQUEST = re.compile(rb"(?<!\S)\S+[ \t]+(\S+)[ \t]+HTTP/1\.[01]")
 _FORBIDDEN = re.compile(r"/(rewards|traces)/*(\?|$)", re.IGNORECASE)
 _REFUSED = b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
