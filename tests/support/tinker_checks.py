@@ -153,6 +153,8 @@ def a_loss_that_is_not_finite_is_not_applied(url: str, folder: Path) -> None:
             assert added.result().stats.skipped_non_finite
             assert stepped.result().metrics == {"skipped_non_finite": 1.0}
             assert [after.result().loss_fn_outputs[0]["logprobs"].tolist()] == before
+            some = [row(), row(sampled), row()]
+            assert client.finite_rows(some, loss).result() == [0, 2]
         client.forward_backward([row()], "importance_sampling", normalize_by=None)
         assert client.optim_step(ADAM).result().metrics["skipped_non_finite"] == 0
         assert logprobs(client) != before

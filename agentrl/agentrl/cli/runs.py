@@ -258,8 +258,9 @@ def rescore_command(
 ) -> None:
     """Reward recorded rollouts with functions, beside or in place of the rewards that they have.
 
-    A function replaces what it gave the same rollouts before. Without --replace the sum of all
-    rewards counts, those that an earlier --replace has set aside included.
+    A function replaces what it gave the same rollouts before; where it gives nothing or fails, that
+    stays. Without --replace the sum of all rewards counts, those that an earlier --replace has set
+    aside included.
     """
     from agentrl.scoring.functions import load_functions
     from agentrl.scoring.rescore import rescore

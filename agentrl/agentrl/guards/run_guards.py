@@ -152,4 +152,5 @@ class Guards:
 
 def _judges_cost(row: Mapping[str, Any]) -> float:
     """Return the dollars of the judges, whose calls belong to no rollout."""
-    return sum(row[name] for name in row if name.startswith("judge/") and name.endswith("/cost"))
+    theirs = (name for name in row if name.removeprefix("eval/").startswith("judge/"))
+    return sum(row[name] for name in theirs if name.endswith("/cost"))

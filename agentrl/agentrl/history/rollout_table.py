@@ -163,11 +163,18 @@ def _sql(node: ast.expr, values: list[Any]) -> str:
             return f"NOT {_sql(operand, values)}"
         case ast.Compare(left=left, ops=operators, comparators=others):
             parts = [
-                f"{_value(a, values)} {_OPERATORS[type(how)]} {_value(b, values)}"
+                f"{_value(a, values)} {_operator(how, a, b)} {_value(b, values)}"
                 for a, how, b in zip([left, *others], operators, others, strict=False)
             ]
             return "(" + " AND ".join(parts) + ")"
     raise ConfigError(f"where: {ast.unparse(node)!r} compares nothing; {_EXAMPLE}")
+
+
+def _operator(how: ast.cmpop, left: ast.expr, right: ast.expr) -> str:
+    """Return SQL's, which asks for no value by IS alone."""
+    if any(isinstance(one, ast.Constant) and one.value is None for one in (left, right)):
+        how = {ast.Eq: ast.Is(), ast.NotEq: ast.IsNot()}.get(type(how), how)
+    return _OPERATORS[type(how)]
 
 
 def _value(node: ast.expr, values: list[Any]) -> str:

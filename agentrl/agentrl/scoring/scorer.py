@@ -138,8 +138,8 @@ class Scorer:
 
     async def _ask(self, function: RewardFunction, traces: Sequence[Trace]) -> list[Reward]:
         """Return what a function gives a group's traces, or a single one; or gave them before."""
-        earlier = [[] if self._again else _earlier(function, trace) for trace in traces]
-        if all(earlier):
+        earlier = [_earlier(function, trace) for trace in traces]
+        if all(earlier) and not self._again:
             return [*chain.from_iterable(earlier)]
         given = list(traces) if function.compares_group else traces[0]
         try:
@@ -150,21 +150,27 @@ class Scorer:
             if len(results) != len(traces):
                 raise ValueError(f"{len(results)} results for {len(traces)} rollouts")
         except (Exception, SystemExit) as error:
-            return [self._refused(function, trace, error) for trace in traces]
-        pairs = zip(traces, results, strict=True)
-        return [one for pair in pairs for one in self._rewards(function, *pair)]
+            results = [error] * len(traces)
+        cases = zip(traces, results, earlier, strict=True)
+        return [one for case in cases for one in self._rewards(function, *case)]
 
     # ---- results
 
-    def _rewards(self, function: RewardFunction, trace: Trace, result: Any) -> list[Reward]:
-        """Return a result as rewards: of a mapping each by its key, of None nothing."""
+    def _rewards(
+        self, function: RewardFunction, trace: Trace, result: Any, earlier: list[Reward]
+    ) -> list[Reward]:
+        """Return a result as rewards: of a mapping each by its key. Where there is none, or the
+        function failed, the earlier ones stay."""
         if result is None:
-            return []
-        named = result if isinstance(result, Mapping) else {function.name: result}
+            return earlier
         try:
+            if isinstance(result, BaseException):
+                raise result
+            named = result if isinstance(result, Mapping) else {function.name: result}
             return [_reward(function, trace, str(k), _number(x)) for k, x in named.items()]
-        except Exception as error:  # of any object's own ``__float__``
-            return [self._refused(function, trace, error)]
+        except (Exception, SystemExit) as error:  # also of any object's own ``__float__``
+            refused = self._refused(function, trace, error)
+            return earlier or [refused]
 
     def _refused(self, function: RewardFunction, trace: Trace, error: BaseException) -> Reward:
         """Count a failure. Its reward is infinite, so that the rollout's others do not train it."""

@@ -45,7 +45,7 @@ def read_space(config: SweepConfig) -> Space:
 def trial_settings(config: SweepConfig, values: Mapping[str, Any]) -> Json:
     """Return what the user has set, by table, with ``values`` by dotted name in its place."""
     given = config.model_dump(mode="json", exclude_unset=True, exclude={"sweep": True})
-    settings = {table: rows for table, rows in given.items() if rows != {}}
+    settings = {table: rows for table, rows in _without_nulls(given).items() if rows != {}}
     settings.get("run", {}).pop("name", None)
     for name, value in values.items():
         *tables, key = name.split(".")
@@ -54,6 +54,13 @@ def trial_settings(config: SweepConfig, values: Mapping[str, Any]) -> Json:
             place = place.setdefault(table, {})
         place[key] = value
     return settings
+
+
+def _without_nulls(given: Any) -> Any:
+    """Leave out what has no value: the trials' settings are TOML, which has no word for it."""
+    if not isinstance(given, dict):
+        return given
+    return {key: _without_nulls(value) for key, value in given.items() if value is not None}
 
 
 def _distribution(name: str, given: Any) -> BaseDistribution:

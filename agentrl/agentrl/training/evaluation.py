@@ -80,7 +80,7 @@ def evaluate_if_due(run: TrainingRun, step: int, *, last: bool = False) -> None:
     accuracy = sum(score >= how.success_reward for score in earned) / len(rollouts)
     mean = fmean(earned) if earned else math.nan
     row = {"step": step, HELD_OUT: accuracy, "eval/reward": mean, **seconds_row(timer)}
-    row |= run.scorer.take_metrics()
+    row |= {f"eval/{name}": value for name, value in run.scorer.take_metrics().items()}
     run.guards.after_evaluation(row, calls)
     run.metrics_log.log(step, row)
     if run.guards.best == step:

@@ -50,6 +50,8 @@ def test_what_changes_after_a_rollout_has_ended_is_indexed(tmp_path: Path) -> No
         [row] = find_rollouts(run.index, Query("rewards['human:quality'] = 0.5")).rows
         assert (row["id"], row["feedback"], row["rewards"]["human:quality"]) == (last, 3, 0.5)
         assert row["reward"] == row["rewards"]["correct"] + row["rewards"]["clarity"]
+        assert found("reward == None") == found("reward is None") != []
+        assert found("None != reward") == found("reward is not None") != []
         canceled = store.canceled_ids(run.id)
         assert sorted(found("status == 'cancelled'")) == sorted(canceled)
         assert find_rollouts(run.index, Query(search="17 comes after 16")).total == 50

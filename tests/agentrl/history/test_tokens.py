@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from call_records import make
 
@@ -40,3 +42,12 @@ def test_without_a_model_ids_stand_for_texts_and_it_says_why() -> None:
     assert "no folder './nowhere'" in vocabulary.fault
     assert vocabulary.text([1, 2]) == " 1 2"
     assert vocabulary.bytes_of(3) == b"[3]"
+
+
+def test_a_tokenizer_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+    for name, text in (("config.json", "{}"), ("tokenizer.json", "version https://git-lfs")):
+        (tmp_path / name).write_text(text)
+    known = Vocabularies()
+    while (vocabulary := known.of({"model": {"name": str(tmp_path)}})).is_loading:
+        pass
+    assert vocabulary.fault

@@ -187,6 +187,9 @@ def test_what_was_scored_is_not_scored_again_but_failures_are(score: Score) -> N
     # Unless that is asked for.
     assert score(judge, again=True).rewards == [{"judge": 1}] * 4
     assert len(seen) == 9
+    fails = True  # what was given stays
+    found = score(judge, again=True)
+    assert (found.rewards, len(found.notes)) == ([{"judge": 1}] * 4, 1)
 
 
 def test_slow_functions_run_at_the_same_time(score: Score) -> None:

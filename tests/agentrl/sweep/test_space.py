@@ -39,7 +39,9 @@ def test_lists_and_ranges_become_distributions_and_settings_of_a_trial() -> None
         "evaluation": evaluated,
         "sweep": {"space": {"run.steps": [1]}},
     }
-    assert trial_settings(SweepConfig.model_validate(given), {})["evaluation"] == evaluated
+    given["guards"] = {"max_hours": None}  # as of a line without a value in YAML
+    settings = trial_settings(SweepConfig.model_validate(given), {})
+    assert (settings["evaluation"], settings.get("guards", {})) == (evaluated, {})
 
 
 @pytest.mark.parametrize(

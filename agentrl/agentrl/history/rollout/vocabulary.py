@@ -82,7 +82,7 @@ class Vocabularies:
         wait([future], _PATIENCE_S)
         try:
             return future.result() if future.done() else Vocabulary()
-        except (ValueError, OSError) as error:
+        except Exception as error:  # the tokenizers library raises nothing more special
             return Vocabulary(fault=str(error) or type(error).__name__)
 
     def close(self) -> None:

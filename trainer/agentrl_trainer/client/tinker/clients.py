@@ -7,7 +7,6 @@ datum are for the local backend: Tinker names what it does not know.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
@@ -173,8 +172,10 @@ class TinkerTrainingClient(TrainingClient):
         """Find the rows whose loss is finite; Tinker does not show gradients."""
 
         def finite(some: Sequence[int]) -> bool:
-            call = LossCall([rows[i] for i in some], loss_fn, loss_fn_config, backward=False)
-            return math.isfinite(self._loss_of_rows(call).result().stats.loss)
+            if not (part := [rows[i] for i in some if rows[i].trained]):
+                return True
+            loss, _ = loss_of(part, self._logprobs(part), loss_fn, loss_fn_config or {})
+            return bool(loss.isfinite())
 
         return self._service.responses.submit(lambda: finite_parts(range(len(rows)), finite))
 
@@ -198,10 +199,14 @@ class TinkerTrainingClient(TrainingClient):
         return with_extra(rows, reference=aligned(rows, computed))
 
     def with_proximal(self, rows: Sequence[TrainingRow]) -> list[TrainingRow]:
+        computed = [found.numpy() for found in self._logprobs(rows)]
+        return with_extra(rows, proximal=aligned(rows, computed))
+
+    def _logprobs(self, rows: Sequence[TrainingRow]) -> list[Tensor]:
+        """Compute log-probs, from the thread on which this client's own operations would wait."""
         sent = _datums([unweighted(row) for row in rows])
         done = _output(self._client.forward(sent, "cross_entropy", None).result())
-        computed = [row["logprobs"] for row in done.loss_fn_outputs]
-        return with_extra(rows, proximal=aligned(rows, computed))
+        return [torch.from_numpy(row["logprobs"]) for row in done.loss_fn_outputs]
 
     def _step(self, adam: AdamParams) -> APIFuture[OptimStepResponse]:
         # The SDK has other optimizers, whose parameters are sent as given.
