@@ -301,8 +301,8 @@ def test_a_row_that_is_not_finite_is_left_out_and_the_rest_of_the_step_trains(
     mask = [False, True, True, True]
     good = TrainingRow([5, 6, 7, 8], mask, [-1.0] * 4, [0.0, 1.0, -2.0, 1.0])
     bad = TrainingRow([5, 6, 9, 8], mask, [-500.0] * 4, [0.0, 1.0, 1.0, 1.0])
-    alone = StepBatch([good], [["c1"]], {"c1"})
-    mixed = StepBatch([bad, good], [["c0"], ["c1"]], {"c0", "c1"})
+    alone = StepBatch([good], [["c1"]], {"c1"}, owners=["r1"])
+    mixed = StepBatch([bad, good], [["c0"], ["c1"]], {"c0", "c1"}, owners=["r0", "r1"])
     config, states, notes = TrainConfig(**nested(agent="x:y", tasks="tasks.jsonl")), [], []
     with ServiceClient(folder=tmp_path) as service:
         for batch in (alone, mixed):

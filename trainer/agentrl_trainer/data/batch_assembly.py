@@ -75,10 +75,6 @@ class StepBatch:
     rows: list[TrainingRow] = field(default_factory=list[TrainingRow])
     calls_of_rows: list[list[str]] = field(default_factory=list[list[str]])
     """The ids of the calls that each row trains."""
-    owners: list[str] = field(default_factory=list[str])
-    """The rollout of each row."""
-    normalization: tuple[LengthNormalization, int] = ("token", 0)
-    """How lengths are normalized, and the constant."""
     trained: set[str] = field(default_factory=set[str])
     skipped: dict[str, SkipReason] = field(default_factory=dict[str, SkipReason])
     rewards: dict[str, float | None] = field(default_factory=dict[str, float | None])
@@ -101,6 +97,10 @@ class StepBatch:
     """Trained calls by how their sampling deviated from the policy at temperature 1."""
     first_pass: list[SeenRow] = field(default_factory=list[Any])
     """What the learner saw of each row that trained, once it has."""
+    owners: list[str] = field(default_factory=list[str])
+    """The rollout of each row."""
+    normalization: tuple[LengthNormalization, int] = ("token", 0)
+    """How lengths are normalized, and the constant."""
 
     def refuse(self, why: SkipReason) -> None:
         """Mark all calls as skipped: the learner did not apply the step."""
