@@ -69,6 +69,16 @@ def test_patience(tmp_path: Path, held_out: dict[int, float], ends: bool) -> Non
     assert guards(tmp_path, held_out, [])[0].why_end() is None
 
 
+def test_the_budget_pays_for_judges_of_steps_and_of_evaluations(tmp_path: Path) -> None:
+    run, _ = guards(tmp_path, {}, [])
+    costs: list[float] = []
+    run.budget.settle = lambda *settled: costs.append(settled[3])  # type: ignore[method-assign]
+    make(run, STEP | {"judge/a/cost": 1.0, "judge/a/calls": 9.0}, 1)
+    of_judges = {"eval/judge/a/cost": 2.0, "eval/judge/b/cost": 0.5, "eval/judge/a/calls": 9.0}
+    run.after_evaluation({"step": 1, "eval/accuracy": 0.5, **of_judges}, [])
+    assert costs == [1.0, 2.5]
+
+
 def test_the_goal_is_what_the_newest_evaluation_reaches(tmp_path: Path) -> None:
     assert guards(tmp_path, {0: 0.9, 5: 0.7}, [], stop_at=0.8)[0].why_end() is None
     ending = guards(tmp_path, {0: 0.7, 5: 0.8}, [], stop_at=0.8)[0].why_end()

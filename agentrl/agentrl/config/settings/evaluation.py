@@ -26,7 +26,8 @@ class EvaluationSettings(Table):
         """Take the sampler's temperature for several samples, unless one is given."""
         if self.samples > 1 and "temperature" not in self.model_fields_set:
             self.temperature = sampler.temperature
-            self.model_fields_set.discard("temperature")  # nobody has set it: a sweep may change it
+            # Stays unset, so that each trial of a sweep takes its own sampler.temperature.
+            self.model_fields_set.discard("temperature")
 
 
 class EvalEvaluationSettings(EvaluationSettings):
