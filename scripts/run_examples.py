@@ -31,8 +31,8 @@ PYTHON = sys.executable
 class Example:
     """``config``: below examples/; ``before``: what the train command is given to.
 
-    ``long``: takes an hour, so it runs only when it is named; ``warm_start``: a script and its
-    arguments, whose adapter is merged into the base first.
+    ``long``: takes an hour, so it runs only when it is named; ``warm_start``: a script below
+    examples/, whose adapter is merged into the base first.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Example:
     before: tuple[str, ...] = ()
     npm: bool = False
     long: bool = False
-    warm_start: tuple[str, ...] = ()
+    warm_start: str = ""
 
     def command(self) -> list[str]:
         train = [PYTHON, "-m", "agentrl", "train", "--config", f"examples/{self.config}"]
@@ -57,8 +57,7 @@ class Example:
         warm = RUNS / f"{self.name}-warm"
         for folder in (warm, self.base):
             shutil.rmtree(folder, ignore_errors=True)
-        script, *arguments = self.warm_start
-        tune = [PYTHON, f"examples/{script}", *arguments, "--folder", str(warm)]
+        tune = [PYTHON, f"examples/{self.warm_start}", "--folder", str(warm)]
         merge = ["--merged", "--model", "smollm2-135m"]
         export = [PYTHON, "-m", "agentrl", "export", f"{warm}/adapter", str(self.base), *merge]
         return all(subprocess.run(one, cwd=ROOT).returncode == 0 for one in (tune, export))
@@ -78,14 +77,14 @@ EXAMPLES = [
         "react_tools",
         "react_tools/train.toml",
         long=True,
-        warm_start=("react_tools/warm_start.py",),
+        warm_start="react_tools/warm_start.py",
     ),
     Example(
         "twenty_questions_real",
         "twenty_questions/real_simple.toml",
         before=ANSWERER,
         long=True,
-        warm_start=("twenty_questions/warm_start.py", "--simple"),
+        warm_start="twenty_questions/warm_start.py",
     ),
 ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from local_server import LocalServer
 
+from agentrl_proxy.dependencies import MAX_BODY_BYTES
 from agentrl_tracer.otlp_codec import parse_traces
 from agentrl_tracer.schemas import Span
 
@@ -22,6 +23,8 @@ class Collector(LocalServer):
         self, path: str, headers: dict[str, str], body: bytes
     ) -> tuple[int, bytes, dict[str, str]]:
         status = self.statuses.pop(0) if self.statuses else self.status
+        if len(body) > MAX_BODY_BYTES:  # as the gateway does
+            status = 413
         self.requests.append((path, headers))
         if status == 200:
             self.spans += parse_traces(body, headers["content-type"], None, None)

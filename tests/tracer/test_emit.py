@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from opentelemetry import trace
 from otlp_collector import Collector
 
-from agentrl import emit_reward
+from agentrl import emit, emit_reward
 from agentrl_tracer import tracing
 from agentrl_tracer.otlp_codec import rewards_in
 from agentrl_tracer.schemas import Reward, is_reward
@@ -79,3 +80,22 @@ def test_an_undelivered_reward_is_noticed(
     emit_reward(1.0)
     assert not tracing.flush()
     assert "did not reach the gateway" in caplog.text
+
+
+def test_half_a_character_loses_nothing(collector: Collector) -> None:
+    """A model's JSON that was cut within an escape decodes to one."""
+    half = json.loads(r'"cut \ud83d"')
+
+    def agent() -> None:
+        with tracing.tracing("agent"):
+            emit_reward(1.0, explanation=half)
+            emit("note", half)
+            raise ValueError(half)
+
+    with pytest.raises(ValueError, match="cut"):
+        agent()
+    assert tracing.flush()
+    assert [reward.explanation for reward in rewards_of(collector)] == ["cut ?"]
+    spans = {span.name: span for span in collector.spans}
+    assert spans["agentrl.note"].attributes["agentrl.note.data"] == '"cut ?"'
+    assert spans["agent"].status == "error"

@@ -13,11 +13,12 @@ from otlp_collector import Collector
 
 # What an application does: a tracer taken at import, a provider and exporter of its own.
 APPLICATION = """
-import json, sys
+import json, random, sys
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import set_tracer_provider
 from agentrl_tracer.tracing import rollout_tracing, tracing
 from agentrl import emit, emit_reward
 
@@ -67,17 +68,18 @@ def test_theirs_first(collector: Collector) -> None:
     assert sorted(ours) == ["a", "agentrl.reward", "root"]
 
 
-def test_ours_first(collector: Collector) -> None:
+@pytest.mark.parametrize("setter", ["trace.set_tracer_provider", "set_tracer_provider"])
+def test_ours_first(collector: Collector, setter: str) -> None:
     theirs, ours = run(
         collector,
-        """
+        f"""
         ours()
         kept = trace.get_tracer("kept")
         with tracing("root"):
             for tracer in (early, kept):
                 with tracer.start_as_current_span("before"):
                     pass
-            trace.set_tracer_provider(provider)
+            {setter}(provider)
             for tracer in (early, kept, trace.get_tracer("late")):
                 with tracer.start_as_current_span("after"):
                     pass
@@ -137,6 +139,91 @@ def test_what_children_of_multiprocessing_emit_arrives(collector: Collector, met
     assert sorted(ours) == sorted(expected)
     [note] = [s for s in collector.spans if s.name == "agentrl.note"]
     assert note.attributes == {"agentrl.note.name": "note", "agentrl.note.data": '{"a": [1]}'}
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_what_is_spawned_in_a_process_of_several_rollouts(
+    collector: Collector, method: str
+) -> None:
+    _, ours = run(
+        collector,
+        f"""
+        import multiprocessing, os
+        from agentrl_tracer.tracing import attributed
+
+        ids = {{name: os.environ.pop(name) for name in [*os.environ] if "AGENTRL_" in name}}
+        with attributed(ids) as attempt:
+            context = multiprocessing.get_context("{method}")
+            child = context.Process(target=emit_reward, args=(1,))
+            child.start()
+            child.join()
+            assert attempt.finish()
+        """,
+    )
+    assert ours == ["agentrl.reward"]
+
+
+def test_a_process_that_forks_goes_on(collector: Collector) -> None:
+    """Nothing else is imported: what other modules import can hide a deadlock of the child."""
+    agent = """
+        import os, signal
+        from agentrl import emit
+        emit("before")
+        if not (child := os.fork()):
+            signal.alarm(20)
+            emit("in child")
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(agent)], timeout=60, check=True)
+    assert [span.attributes["agentrl.note.name"] for span in collector.spans] == [
+        "before",
+        "in child",
+    ]
+
+
+def test_an_agent_that_seeds_random_loses_nothing(collector: Collector) -> None:
+    run(
+        collector,
+        """
+        def emit_all():
+            with early.start_as_current_span("step"):
+                emit_reward(1)
+
+        ours()
+        with tracing("root"):
+            for _ in range(2):
+                random.seed(7)
+                emit_all()
+            set_tracer_provider(provider)
+            for _ in range(2):
+                random.seed(7)
+                emit_all()
+        done()
+        """,
+    )
+    assert len({(span.trace_id, span.span_id) for span in collector.spans}) == 9
+
+
+def test_large_spans_leave_in_several_requests(collector: Collector) -> None:
+    _, ours = run(
+        collector,
+        """
+        ours()
+        with tracing("root"):
+            for _ in range(10):
+                emit("page", "é" * 2_000_000)
+            with early.start_as_current_span("step") as span:
+                span.set_attribute("text", "語" * 3_000_000)
+            emit_reward(1)
+        done()
+        """,
+    )
+    assert sorted(ours) == ["agentrl.note"] * 10 + ["agentrl.reward", "root", "step"]
+    note = next(span for span in collector.spans if span.name == "agentrl.note")
+    text = json.loads(str(note.attributes["agentrl.note.data"]))
+    assert text.startswith('"éé')
+    assert text.endswith("é (cut: 2,000,002 characters)")
 
 
 def test_spans_that_are_recorded_and_not_sampled_are_not_awaited(collector: Collector) -> None:

@@ -16,7 +16,9 @@ from opentelemetry import trace
 
 from agentrl_tracer import conventions as wire
 from agentrl_tracer.schemas import REWARD_RANGE, is_reward
-from agentrl_tracer.tracing import AttemptTracing, logger, rollout_tracing
+from agentrl_tracer.tracing import AttemptTracing, encodable, logger, rollout_tracing
+
+_LONGEST_NOTE = 900_000  # characters; their JSON has at most LONGEST_ATTRIBUTE
 
 
 def emit_reward(
@@ -70,7 +72,8 @@ def emit(name: str, data: Any = None, *, span: trace.Span | None = None) -> None
 
     Args:
         name: the note's name.
-        data: any JSON value; other values are noted as text.
+        data: any JSON value; other values are noted as text. Of more than 900,000 characters of
+            JSON the beginning is kept, as text.
         span: the span that the note belongs to; the current one by default.
     """
     attempt = rollout_tracing()
@@ -80,6 +83,9 @@ def emit(name: str, data: Any = None, *, span: trace.Span | None = None) -> None
         text = json.dumps(data, default=str, ensure_ascii=False)
     except Exception:  # a cycle, a key that is no string, or any object's own ``__str__``
         text = json.dumps(object.__repr__(data))
+    if (length := len(text)) > _LONGEST_NOTE:
+        cut = f"{text[:_LONGEST_NOTE]} (cut: {length:,} characters)"
+        text = json.dumps(cut, ensure_ascii=False)
     note = {wire.NOTE_NAME: str(name) or "note", wire.NOTE_DATA: text}
     _emit_spans(attempt, wire.NOTE_SPAN, span, [note])
 
@@ -90,6 +96,9 @@ def _emit_spans(
     router = attempt.router
     context = router.parent() if under is None else trace.set_span_in_context(under)
     for attributes in spans:
+        for key, value in attributes.items():
+            if isinstance(value, str):
+                attributes[key] = encodable(value)
         router.tracer.start_span(name, context, attributes=attributes).end()
     # In a subprocess ``finish`` is not called: flush at once.
     if not attempt.finish_expected and not attempt.flush():

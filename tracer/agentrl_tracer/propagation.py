@@ -100,7 +100,7 @@ def _entered(rollout: RolloutContext | None, spans: otel.Context) -> Iterator[No
 
 
 def carry_into_subprocesses(flush: Callable[[], bool]) -> None:
-    """Patch ``subprocess.Popen`` and hook into multiprocessing. Call once per process.
+    """Patch ``subprocess.Popen`` and multiprocessing. Call once per process.
 
     Args:
         flush: sends queued spans; False when some did not arrive.
@@ -118,6 +118,7 @@ def carry_into_subprocesses(flush: Callable[[], bool]) -> None:
         )
 
     on_import("multiprocessing.util", flush_at_exit)
+    on_import("multiprocessing.process", _patch_processes)
 
 
 def _popen(wrapped: Any, _popen: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -125,13 +126,43 @@ def _popen(wrapped: Any, _popen: Any, args: tuple[Any, ...], kwargs: dict[str, A
     rollout = chosen.get()
     if rollout is not None and len(args) <= _ENV_POSITION:
         given = kwargs.get("env")
-        env = {**(os.environ if given is None else given), **rollout.environment}
-        carrier: dict[str, str] = {}
-        TraceContextTextMapPropagator().inject(carrier)
-        if "traceparent" in carrier:
-            env["TRACEPARENT"] = carrier["traceparent"]
+        env = {**(os.environ if given is None else given), **_environment(rollout)}
         kwargs = kwargs | {"env": env}
     wrapped(*args, **kwargs)
+
+
+def _patch_processes(module: ModuleType) -> None:
+    wrapt.wrap_function_wrapper(module, "BaseProcess.start", _start_process)
+
+
+def _start_process(
+    wrapped: Any, process: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """A process that is spawned gets its object pickled, and with it the rollout's environment."""
+    if (rollout := chosen.get()) is not None:
+        process._agentrl_environment = _Environment(_environment(rollout))
+    wrapped(*args, **kwargs)
+
+
+class _Environment(dict[str, str]):
+    """Variables that enter the environment of the process that unpickles them."""
+
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[dict[str, str]]]:
+        return _enter_environment, (dict(self),)
+
+
+def _enter_environment(variables: dict[str, str]) -> None:
+    os.environ.update(variables)
+
+
+def _environment(rollout: RolloutContext) -> dict[str, str]:
+    """Return what leads a subprocess to the rollout and to the current span."""
+    env = dict(rollout.environment)
+    carrier: dict[str, str] = {}
+    TraceContextTextMapPropagator().inject(carrier)
+    if "traceparent" in carrier:
+        env["TRACEPARENT"] = carrier["traceparent"]
+    return env
 
 
 # --- requests

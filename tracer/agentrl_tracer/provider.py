@@ -7,17 +7,38 @@ our span processor joins that provider. Either way both sides get every span.
 
 from __future__ import annotations
 
+# Before any TracerProvider: each registers a hook for forked processes that uses a thread pool, and
+# deadlocks in them unless the pool's own hook was registered first.
+import concurrent.futures.thread  # noqa: F401
 import functools
 import os
+import secrets
 import threading
 from typing import Any
 
 from opentelemetry import trace
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace import SpanLimits, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
+LONGEST_ATTRIBUTE = 2_000_000
+"""Characters, of at most 4 bytes each. The gateway accepts 8 MiB in a request."""
+
 _lock = threading.Lock()
+
+
+class _UniqueIds(RandomIdGenerator):
+    """Ids that stay unique when the agent seeds Python's ``random``, as RandomIdGenerator's don't.
+
+    Rollouts of one task may seed it alike, and ids tell their spans and rewards apart.
+    """
+
+    def generate_span_id(self) -> int:
+        return secrets.randbits(64) or 1
+
+    def generate_trace_id(self) -> int:
+        return secrets.randbits(128) or 1
 
 
 class RolloutTracerProvider(TracerProvider):
@@ -31,7 +52,12 @@ class RolloutTracerProvider(TracerProvider):
         # A plain Resource: Resource.create scans every installed package for detectors.
         resource = Resource({"service.name": os.environ.get("OTEL_SERVICE_NAME", "agentrl-agent")})
         # ALWAYS_ON: the application's OTEL_TRACES_SAMPLER must not drop rewards.
-        super().__init__(sampler=ALWAYS_ON, resource=resource)
+        super().__init__(
+            sampler=ALWAYS_ON,
+            resource=resource,
+            id_generator=_UniqueIds(),
+            span_limits=SpanLimits(max_attribute_length=LONGEST_ATTRIBUTE),
+        )
         self.successor: TracerProvider | None = None
         self._processor = processor
         self.add_span_processor(processor)
@@ -46,18 +72,21 @@ class RolloutTracerProvider(TracerProvider):
                 self._hand_over(existing)
                 return
             trace.set_tracer_provider(self)
-            original = trace.set_tracer_provider
+            # The function behind the public one, which modules may have imported by name.
+            original = trace._set_tracer_provider
 
-            def set_tracer_provider(tracer_provider: trace.TracerProvider) -> None:
+            def set_tracer_provider(tracer_provider: trace.TracerProvider, log: bool) -> None:
                 in_charge = trace.get_tracer_provider() is self and self.successor is None
                 if not in_charge or not isinstance(tracer_provider, TracerProvider):
-                    original(tracer_provider)  # warns that a provider is set already
+                    original(tracer_provider, log)  # warns that a provider is set already
                 elif tracer_provider is not self:
                     self._hand_over(tracer_provider)
 
-            trace.set_tracer_provider = set_tracer_provider
+            trace._set_tracer_provider = set_tracer_provider
 
     def _hand_over(self, theirs: TracerProvider) -> None:
+        if type(theirs.id_generator) is RandomIdGenerator:
+            theirs.id_generator = self.id_generator
         theirs.add_span_processor(self._processor)
         self.successor = theirs
 

@@ -22,7 +22,9 @@ from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.trace import Status
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.util.types import Attributes
 
 from agentrl_tracer.context import RolloutContext, chosen, current_rollout, rollout_in
 from agentrl_tracer.conventions import (
@@ -40,7 +42,7 @@ from agentrl_tracer.propagation import (
     carry_into_threads,
     mark_requests,
 )
-from agentrl_tracer.provider import RolloutTracerProvider
+from agentrl_tracer.provider import LONGEST_ATTRIBUTE, RolloutTracerProvider
 
 logger = logging.getLogger("agentrl")
 
@@ -244,6 +246,8 @@ class SpanRouter(SpanProcessor):
         opened = context and self.open.pop(context.span_id, None)
         if not opened or context is None or not context.trace_flags.sampled:
             return  # what is recorded and not sampled is not exported either
+        if said := span.status.description:  # of an exception, with half a character perhaps
+            span._status = Status(span.status.status_code, encodable(said))
         attempt = opened[1]
         with self._lock:
             attempt.ended += 1
@@ -273,9 +277,35 @@ class _Exporter(SpanExporter):
             if owner:
                 by_attempt.setdefault(owner, []).append(span)
         for attempt, its_spans in by_attempt.items():
-            if attempt.exporter.export(its_spans) is SpanExportResult.SUCCESS:
-                attempt.arrived += len(its_spans)
+            for request in _requests(its_spans):
+                if attempt.exporter.export(request) is SpanExportResult.SUCCESS:
+                    attempt.arrived += len(request)
         return SpanExportResult.SUCCESS  # of no use to the batch processor
+
+
+def _requests(spans: list[ReadableSpan]) -> Iterator[list[ReadableSpan]]:
+    """Divide spans into requests that the gateway does not refuse as too large."""
+    request: list[ReadableSpan] = []
+    length = 0
+    for span in spans:
+        size = sum(
+            _length(some) for some in (span.attributes, *(e.attributes for e in span.events))
+        )
+        if request and length + size > LONGEST_ATTRIBUTE:
+            yield request
+            request, length = [], 0
+        request.append(span)
+        length += size
+    yield request
+
+
+def _length(attributes: Attributes) -> int:
+    return sum(len(str(value)) for value in (attributes or {}).values())
+
+
+def encodable(text: str) -> str:
+    """Replace what UTF-8 cannot encode: half a character, as of a JSON string that was cut."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _exporter(rollout: RolloutContext) -> OTLPSpanExporter:

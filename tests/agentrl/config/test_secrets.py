@@ -137,11 +137,22 @@ def test_agents_do_not_get_other_models_keys(runner: RunnerConfig) -> None:
 
 
 def test_an_application_keeps_its_otlp_backend(runner: RunnerConfig) -> None:
-    claim = Claim("r", "a", 1, "run", Purpose.TRAIN, 0, "t", {}, "key", 0.0)
-    name = "OTEL_EXPORTER_OTLP_ENDPOINT"
-    assert name not in attempt_environment(runner, claim, {name: "http://jaeger:4318"})
-    for before in ({}, {name: "http://g:1/rollouts/earlier"}):
-        assert attempt_environment(runner, claim, before)[name] == "http://g:1/rollouts/r"
+    claim = Claim("r", "a", 1, "run", Purpose.TRAIN, 0, "t", {}, "sk-agentrl-key", 0.0)
+    endpoint, headers = "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_HEADERS"
+    for theirs in (
+        {endpoint: "http://jaeger:4318"},
+        {headers: "x-honeycomb-team=TEAM"},
+        {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "https://api.honeycomb.io/v1/traces"},
+    ):
+        assert not {endpoint, headers} & {*attempt_environment(runner, claim, theirs)}
+    earlier = {
+        endpoint: "http://g:1/rollouts/earlier",
+        headers: "authorization=Bearer%20sk-agentrl-earlier",
+    }
+    for before in ({}, earlier):
+        env = attempt_environment(runner, claim, before)
+        assert env[endpoint] == "http://g:1/rollouts/r"
+        assert env[headers] == "authorization=Bearer%20sk-agentrl-key"
 
 
 STORE = "postgresql://me:{}@host:5432/agentrl?sslmode=require"

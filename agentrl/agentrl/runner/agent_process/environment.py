@@ -20,6 +20,8 @@ from agentrl_tracer.schemas import Claim
 
 # One variable may hold 128 KiB on Linux; a longer one makes every later subprocess fail to start.
 _LONGEST_TASK = 100_000
+_EXPORTER_VARIABLES = ("ENDPOINT", "TRACES_ENDPOINT", "HEADERS", "TRACES_HEADERS")
+_EXPORTER_KEY = "authorization=Bearer%20sk-agentrl-"
 _HASHED_CERTIFICATE = re.compile(r"[0-9a-f]{8}\.[0-9]+")  # the names that `openssl rehash` gives
 
 # Frameworks read these when they are imported: the pool sets them before it preloads.
@@ -85,10 +87,11 @@ def attempt_environment(
         "AGENTRL_ATTEMPT_ID": claim.attempt_id,
         "AGENTRL_KEY": claim.key,
     }
-    # An exporter that the application has configured keeps its backend. A reused process still has
-    # the endpoint of the attempt before.
-    configured = inherited.get("OTEL_EXPORTER_OTLP_ENDPOINT")
-    if configured is None or configured.startswith(f"{config.gateway}/rollouts/"):
+    # An exporter that the application has configured keeps its backend and its credentials. A
+    # reused process still has the variables of the attempt before.
+    configured = [inherited.get(f"OTEL_EXPORTER_OTLP_{name}", "") for name in _EXPORTER_VARIABLES]
+    ours = f"{config.gateway}/rollouts/", _EXPORTER_KEY
+    if all(value.startswith(ours) for value in configured if value):
         env |= {
             "OTEL_EXPORTER_OTLP_ENDPOINT": base,
             "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
