@@ -136,6 +136,7 @@ def test_compose_trains_with_runners_that_join(
         return start(*parts[name]["healthcheck"]["test"][1:]).wait(60) == 0
 
     assert is_healthy("postgres")
+    (tmp_path / "runs/first/logs").mkdir(parents=True)  # of a start before there was a store
     trainer = run("trainer")
     until(lambda: is_healthy("trainer"), 60)
     runner, _ = run("runner"), run("ui")

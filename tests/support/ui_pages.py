@@ -29,6 +29,7 @@ from agentrl_tracer.schemas import (
     Call,
     Claim,
     Feedback,
+    Json,
     NewRollout,
     Policies,
     Purpose,
@@ -126,13 +127,15 @@ def record_served(url: Path | str, count: int) -> None:
 
 
 @contextlib.contextmanager
-def begun(root: Path, name: str, kind: str) -> Iterator[tuple[Store, str]]:
-    """Begin a run that has no settings; give its store and id."""
+def begun(
+    root: Path, name: str, kind: str, config: Json | None = None
+) -> Iterator[tuple[Store, str]]:
+    """Begin a run, without settings by default; give its store and id."""
     folder = RunFolder.create(root, name, kind)
     with contextlib.closing(Store(str(folder.store))) as store:
-        run_id = store.create_run(name, kind, {}, Policies(on_error="retry"))
+        run_id = store.create_run(name, kind, config or {}, Policies(on_error="retry"))
         folder.write(folder.run_id, run_id)
-        folder.write_json(folder.config, {})
+        folder.write_json(folder.config, config or {})
         yield store, run_id
 
 

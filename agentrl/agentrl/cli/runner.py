@@ -40,8 +40,14 @@ def runner_command(*tokens: Tokens) -> None:
     )
     try:
         with contextlib.suppress(KeyboardInterrupt):
-            while _find_run(store, run["id"])["state"] == "running":
+            while (run := _find_run(store, run["id"]))["state"] == "running":
                 time.sleep(_POLL_S)
+                moved = runner_config(settings, run)
+                if moved.gateways != config.gateways:  # the run was continued, on other ports
+                    pool.stop()
+                    config = moved
+                    pool = start_pool(config).supervise()
+                    print_line(f"the run's gateway is now at {' '.join(config.gateways)}")
     finally:
         pool.stop()
         store.close()

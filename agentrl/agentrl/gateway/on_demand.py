@@ -181,9 +181,10 @@ class Replayer:
         if gateway is None:
             plan = _plan(folder)
             listening = bind("127.0.0.1", 0, operator_key=plan.operator_key)
+            folder.logs.mkdir(mode=0o700, exist_ok=True)  # which a run elsewhere has not
             gateway = GatewayHandle(plan, folder.logs / "replay-gateway.log", listening)
-            self._gateway, self._folder = gateway, folder.root
             gateway.start()
+            self._gateway, self._folder = gateway, folder.root
         try:
             gateway.wait_ready(lambda _: None)
         except RuntimeError:

@@ -149,19 +149,21 @@ class RayPool:
 def _within_reach(ray: Any, config: RunnerConfig, gateway_host: str | None) -> RunnerConfig:
     """Return the configuration as every node can use it; raise ValueError if it cannot be."""
     count = sum(node["Alive"] for node in ray.nodes())
-    if count == 1:
-        return config
     if gateway_host is None:
+        if count == 1:
+            return config
         raise ValueError(
             f"runners: the Ray cluster has {count} nodes, and only `agentrl train` can put its "
             "store and gateway within their reach; leave out --runners ray"
         )
-    if config.store.startswith("sqlite"):
+    if count > 1 and config.store.startswith("sqlite"):
         raise ValueError(
             f"run.store: the Ray cluster has {count} nodes, which cannot share an SQLite file; "
             "give a PostgreSQL URL with --run.store"
         )
     if gateway_host.startswith(_LOOPBACK):
+        if count == 1:
+            return config
         raise ValueError(
             f"gateway.host: {gateway_host} is out of reach of the Ray cluster's other nodes (it "
             f"has {count}); set --gateway.host 0.0.0.0, or this machine's address in their network"
@@ -169,7 +171,7 @@ def _within_reach(ray: Any, config: RunnerConfig, gateway_host: str | None) -> R
     gateways = [urlsplit(url) for url in config.gateways]
     if not (gateways[0].hostname or "").startswith(_LOOPBACK):
         return config
-    # They listen everywhere; other nodes need this machine's address.
+    # They listen everywhere; other nodes, which may join later, need this machine's address.
     address = ray.util.get_node_ip_address()
     return replace(config, gateways=[http_url(address, one.port or 80) for one in gateways])
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from urllib.parse import quote, urlencode
 
 from agentrl.guards.alerts import ALERTS
-from agentrl.history.overview import Span, share_by_phase
+from agentrl.history.overview import Span
 from agentrl.history.sources import OpenRun
 from agentrl.runs.metric_names import HELD_OUT, REWARD
 from agentrl.ui.charts import Chart, bars, chart, lines, with_spread
@@ -47,7 +47,7 @@ _UNLESS_ZERO = ("staleness", "failures")
 
 def metric_names(adapters: Sequence[str]) -> set[str]:
     """Return the metrics that the charts read; ``adapters``: names, where several train."""
-    names = {REWARD, _STD, HELD_OUT, *(f"seconds/{phase}" for phase in PHASES)}
+    names = {REWARD, _STD, HELD_OUT}
     names |= {name for _, _, own in _PLANS.values() for name in own}
     names |= {f"alert/{name}" for name in ALERTS}
     return names | {f"{one}/{name}" for one in adapters for name in names}
@@ -66,9 +66,12 @@ def values_of(metrics: Metrics, name: str) -> dict[int, float]:
 
 def run_charts(
     path: str, metrics: Metrics, intervals: Mapping[int, tuple[float, float]],
-    spans: Sequence[Span], adapters: Sequence[str],
+    spans: Sequence[Span], adapters: Sequence[str], shares: Mapping[str, float],
 ) -> list[Chart]:  # fmt: skip
-    """Return the charts of the run at ``path``, those without data left out."""
+    """Return the charts of the run at ``path``, those without data left out.
+
+    ``shares`` are those of the time by phase, of all steps.
+    """
     mean, std = values_of(metrics, REWARD), values_of(metrics, _STD)
     spread = {
         step: (mean[step] - std[step], mean[step] + std[step]) for step in std if step in mean
@@ -84,7 +87,7 @@ def run_charts(
         *(_planned(key, metrics, adapters) for key in _PLANS),
     ]  # fmt: skip
     found = [one for one in charts if one["rows"]]
-    if shares := share_by_phase(metrics, PHASES):
+    if shares:
         title = "Share of time by phase"
         found.append(bars("phases", title, {"share": shares}, unit="%", horizontal=True))
     if spans:

@@ -15,6 +15,7 @@ from training_run import Run
 
 from agentrl.gateway.on_demand import AGENT, Replay, Replayer, Sampling, replays_of, targets
 from agentrl.history.rollout.vocabulary import Vocabularies
+from agentrl.runs.folder import RunFolder
 from agentrl.ui.app import create_app
 from agentrl_tracer.schemas import Call, CallState, SkipReason
 
@@ -53,6 +54,19 @@ def replayer(client: TestClient) -> Replayer:
 def wait(replay: Replay | None) -> None:
     assert replay is not None
     replay.answer.result()
+
+
+def test_a_run_whose_folder_is_elsewhere_has_no_logs_yet(
+    run: Run, call: Call, tmp_path: Path
+) -> None:
+    elsewhere = RunFolder(tmp_path)
+    elsewhere.write_json(elsewhere.config, run.folder.read_config())
+    elsewhere.store.symlink_to(run.folder.store)
+    replayer = Replayer()
+    try:
+        wait(replayer.start(elsewhere, call, targets(elsewhere)["agentrl-tiny"], GREEDY))
+    finally:
+        replayer.close()
 
 
 def test_a_call_is_asked_again_of_each_version_and_the_books_still_balance(

@@ -47,7 +47,7 @@ def test_a_killed_workers_attempt_ends_at_once_with_its_agent(
     assert "ended with -9; another one follows" in harness.log()
 
 
-def test_runners_join_over_postgres(tmp_path: Path, postgres: str) -> None:
+def test_runners_join_over_postgres_and_follow_the_gateway(tmp_path: Path, postgres: str) -> None:
     harness = RunnerHarness(tmp_path, postgres)
     store = harness.store
     config = {
@@ -56,10 +56,11 @@ def test_runners_join_over_postgres(tmp_path: Path, postgres: str) -> None:
         "rollouts": {"timeout": 20.0, "lease": 2.0},
     }
     run_id = store.create_run("joined", "train", config)
+    store.announce_gateways(run_id, ["http://127.0.0.1:9"])
     ids = enqueue(store, run_id, {"n": 3}, 6)
     command = [
-        sys.executable, "-m", "agentrl", "runner", "--store", postgres, "--gateway",
-        harness.gateway.url, "--runners", "2", "--logs", str(tmp_path / "logs"),
+        sys.executable, "-m", "agentrl", "runner", "--store", postgres,
+        "--runners", "2", "--logs", str(tmp_path / "logs"),
     ]  # fmt: skip
     with (
         contextlib.closing(harness),
@@ -67,12 +68,15 @@ def test_runners_join_over_postgres(tmp_path: Path, postgres: str) -> None:
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         ) as joined,
     ):
+        assert joined.stdout is not None
+        assert f"2 runners for joined ({run_id})" in joined.stdout.readline()
+        store.announce_gateways(run_id, [harness.gateway.url])  # the run was continued
         ended = lambda: not store.unfinished_ids(run_id, Purpose.TRAIN)  # noqa: E731
         until(lambda: ended() or joined.poll() is not None, 60)
         store.end_run(run_id, "finished")
         output = joined.communicate(timeout=30)[0]
         assert joined.returncode == 0, output
-        assert f"2 runners for joined ({run_id})" in output
+        assert f"the run's gateway is now at {harness.gateway.url}" in output
         assert {r.state for r in store.rollouts(run_id)} == {RolloutState.SUCCEEDED}
         assert [r.value for r in store.rewards(ids)] == [3.0] * 6
 

@@ -18,7 +18,7 @@ from settings import nested
 
 from agentrl.config.commands import TrainConfig
 from agentrl.runner.protocol import RunnerConfig
-from agentrl.runner.ray import RayPool, check_reach
+from agentrl.runner.ray import RayPool, _within_reach, check_reach
 from agentrl_tracer.schemas import Purpose, RolloutState
 
 AGENT = "import time\ndef agent(task):\n    time.sleep(0.2)\n    return task['n']\n"
@@ -52,8 +52,15 @@ def finish(harness: RunnerHarness, ids: list[str]) -> None:
 def test_runners_on_a_local_ray_cluster(harness: RunnerHarness) -> None:
     pytest.importorskip("ray")
     harness.agents.write_text(AGENT)
-    pool = RayPool(harness.config("agent", runners=2, timeout_s=60.0, lease_s=4.0))
+    config = harness.config("agent", runners=2, timeout_s=60.0, lease_s=4.0)
+    pool = RayPool(config)
     pool.supervise()
+    import ray
+
+    address = ray.util.get_node_ip_address()
+    for listens, expected in (("127.0.0.1", "127.0.0.1"), ("0.0.0.0", address)):
+        reached = _within_reach(ray, config, listens)  # nodes may join later
+        assert reached.gateway.startswith(f"http://{expected}:")
     ids = harness.enqueue(count=8)
     try:
         [attempt] = until(lambda: harness.store.attempts(ids)[:1], 120)

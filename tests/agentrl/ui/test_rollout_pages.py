@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from html import unescape
 from pathlib import Path
 
+import pytest
 from starlette.testclient import TestClient
 from store_records import call_of, claimed, enqueue, record_answer
 from ui_pages import HOSTILE, LONG_LINE, TOOL_ANSWER, Recorded, begun, fill_indexes
@@ -14,7 +15,8 @@ from ui_pages import HOSTILE, LONG_LINE, TOOL_ANSWER, Recorded, begun, fill_inde
 from agentrl.gateway.on_demand import Replay, Target
 from agentrl.history.rollout.vocabulary import Vocabulary
 from agentrl.ui.app import create_app
-from agentrl_tracer.schemas import AttemptState, Purpose
+from agentrl_tracer.schemas import AttemptState, Json, Purpose, Reward
+from agentrl_tracer.store.calls import Delivery
 
 
 def _rollout(recorded: Recorded, name: str) -> str:
@@ -92,6 +94,31 @@ def test_a_group_shows_rewards_advantages_and_where_tokens_part(client: TestClie
     assert "<mark>" in text
     assert "messages that all have" in text
     assert client.get(f"{recorded.run}/groups/none").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("adapters", "shown"),
+    [
+        ({}, ["+0.5000", "-0.5000"]),
+        ({"writer": {"rewards": ["clarity"]}}, []),
+        ({"writer": {}, "searcher": {}}, []),
+    ],
+)
+def test_advantages_are_not_computed_where_rewards_do_not_say_them(
+    adapters: Json, shown: list[str], tmp_path: Path
+) -> None:
+    with begun(tmp_path, "group", "train", {"adapters": adapters}) as (store, run_id):
+        enqueue(store, run_id, {"n": 7}, 2, step=1)
+        for value in (1.0, 0.0):
+            claim = claimed(store)
+            call = call_of(claim, claim.attempt_id, response_ids=[3], response_logprobs=[-1.0])
+            earned = Reward(claim.attempt_id, claim.rollout_id, "reward", value, "key")
+            store.write_calls("boot", [], [call, Delivery(claim.attempt_id, [], [earned])], 1)
+            store.end_attempt(claim.attempt_id, AttemptState.SUCCEEDED)
+    fill_indexes(tmp_path)
+    with TestClient(create_app(tmp_path)) as client:
+        text = client.get("/runs/group/groups/g").text
+    assert re.findall(r"[+-]0\.\d{4}", text) == shown
 
 
 def test_where_tokens_part_is_marked_wherever_it_is(tmp_path: Path) -> None:

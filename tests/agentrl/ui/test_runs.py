@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
-from ui_pages import Recorded, fill_indexes, record_run
+from ui_pages import Recorded, begun, fill_indexes, record_run
 
 from agentrl.history.sources import open_run
 from agentrl.runs.circumstances import note_failure, note_start
@@ -49,6 +49,18 @@ def test_overview_has_the_figures_of_the_run(client: TestClient, recorded: Recor
     assert min(row[2] for row in charts["timeline"]["rows"]) == 0
     assert "it adds up" in text
     assert "<img" not in text  # the failed rollout's error is hostile
+
+
+def test_shares_of_time_are_of_all_steps_of_a_long_run(tmp_path: Path) -> None:
+    with begun(tmp_path, "long", "train") as (store, run_id):
+        for step in range(1, 1001):
+            seconds = {"seconds/update": 1.0} | (
+                {"seconds/evaluation": 30.0} if step % 10 == 0 else {}
+            )
+            store.log_metrics(run_id, step, seconds)
+    with TestClient(create_app(tmp_path)) as client:
+        charts = _charts(client.get("/runs/long").text)
+    assert [row[1] for row in charts["phases"]["rows"] if row[1]] == [0.25, 0.75]
 
 
 def test_overview_of_a_run_that_is_not_indexed_yet_says_so_and_follows(

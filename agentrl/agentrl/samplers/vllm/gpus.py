@@ -18,11 +18,13 @@ _UNUSED = 0.05
 
 
 def gpus_of_servers(servers: int) -> list[str]:
-    """Return the CUDA_VISIBLE_DEVICES of each server: an equal part, or empty where GPUs are too
-    few for that."""
+    """Return the CUDA_VISIBLE_DEVICES of each server: an equal part, or one that servers share;
+    empty for all GPUs."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     names = [name for name in visible.split(",") if name]
     names = names or [str(gpu) for gpu in range(torch.cuda.device_count())]
+    if 0 < len(names) < servers:
+        return [names[i % len(names)] for i in range(servers)]
     each = len(names) // servers if servers > 1 else 0
     return [",".join(names[i * each : (i + 1) * each]) for i in range(servers)]
 

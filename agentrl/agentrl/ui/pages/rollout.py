@@ -211,19 +211,22 @@ def _parted(
 
 
 def _advantage(run: OpenRun, call: Call | None, computed: float | None) -> float | None:
-    """Return what was computed of the rewards, or else the mean over the call's trained tokens."""
-    seen = read_call(run.folder, call) if call and computed is None else None
+    """Return the mean over the call's trained tokens, or else what was computed of the rewards."""
+    seen = read_call(run.folder, call) if call else None
     return computed if seen is None else float(seen.advantage.mean())
 
 
 def _advantages(run: OpenRun, rows: Sequence[Row]) -> list[float | None]:
-    """Return what the group's rewards give; None where the estimator needs more than them."""
+    """Return what the group's rewards give; None where that is not what is compared."""
     config = run.row["config"]
     estimator = recorded(config, "algorithm.estimator", "grpo")
     how = ESTIMATORS.get(estimator)
-    # Where an agent has rewards of its own, the rollouts' sums are not what is compared.
-    by_role = any(":" in name.removeprefix("human:") for row in rows for name in row["rewards"])
-    if how is None or how.whitens or by_role or rows[0]["purpose"] != "train":
+    adapters = recorded(config, "adapters", {}).values()
+    # Agents and adapters with rewards of their own; rollouts that did not ask the model.
+    apart = len(adapters) > 1 or any(one.get("rewards") is not None for one in adapters)
+    apart |= any(":" in name.removeprefix("human:") for row in rows for name in row["rewards"])
+    apart |= not all(row["tokens"] for row in rows if row["status"] == "completed")
+    if how is None or how.whitens or apart or rows[0]["purpose"] != "train":
         return [None] * len(rows)
     options = recorded(config, f"algorithm.{table_of(estimator)}", {})
     settings = CreditSettings(

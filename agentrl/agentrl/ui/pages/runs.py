@@ -10,11 +10,17 @@ from starlette.responses import RedirectResponse, Response, StreamingResponse
 from agentrl.config.setting_names import flattened
 from agentrl.history.evaluations import known_outcomes, success
 from agentrl.history.notes import read_notes, write_notes
-from agentrl.history.overview import alerts_of, outcomes_of, phase_spans, progress_of
+from agentrl.history.overview import (
+    alerts_of,
+    outcomes_of,
+    phase_spans,
+    progress_of,
+    share_by_phase,
+)
 from agentrl.history.sources import OpenRun
 from agentrl.runs.circumstances import circumstances, why_failed
 from agentrl.runs.recorded import shown
-from agentrl.ui.run_charts import books, metric_names, run_charts, thinned_metrics
+from agentrl.ui.run_charts import PHASES, books, metric_names, run_charts, thinned_metrics
 from agentrl.ui.views import Form, page, run_of, sources
 
 router = APIRouter()
@@ -51,6 +57,7 @@ def overview(run: OpenRun) -> dict[str, Any]:
     row, config = run.current(), run.folder.read_config()
     adapters = list(config.get("adapters") or ())
     metrics, every = thinned_metrics(run, metric_names(adapters))
+    seconds = run.store.metrics(run.id, [f"seconds/{phase}" for phase in PHASES])
     intervals = {step: success(found)[1:] for step, found in known_outcomes(run).items()}
     kept = run.store.accounting(run.id)
     held, there = run.index.progress()  # before what is read from it
@@ -60,7 +67,14 @@ def overview(run: OpenRun) -> dict[str, Any]:
         "progress": progress_of(run, row["state"]),
         "why": why_failed(run.folder),
         "every": every,
-        "charts": run_charts(run.path, metrics, intervals, phase_spans(run), adapters),
+        "charts": run_charts(
+            run.path,
+            metrics,
+            intervals,
+            phase_spans(run),
+            adapters,
+            share_by_phase(seconds, PHASES),
+        ),
         "books": books(run.path, kept) if kept.proxied or kept.recorded else None,
         "kept": kept,
         "alerts": alerts_of(metrics),

@@ -20,7 +20,8 @@ from agentrl.samplers.vllm.gpus import gpus_of_servers, memory_share
         ("5,7", 8, 2, ["5", "7"]),
         ("", 4, 3, ["0", "1", "2"]),
         ("", 4, 1, [""]),  # all of them: for --tensor-parallel-size
-        ("", 1, 2, ["", ""]),
+        ("", 1, 2, ["0", "0"]),
+        ("3,5", 8, 3, ["3", "5", "3"]),
         ("", 0, 2, ["", ""]),
     ],
 )
