@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import contextlib
 import importlib.machinery
 import importlib.util
 import inspect
@@ -32,6 +33,7 @@ _DOTTED = r"[^\W\d]\w*(?:\.[^\W\d]\w*)*"
 _FILE = re.compile(rf"(?P<file>.+\.py):(?P<name>{_DOTTED})")
 _MODULE = re.compile(rf"(?P<module>{_DOTTED}):(?P<name>{_DOTTED})")
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
+_LAST_WORDS_S = 1.0  # of the two seconds after which the worker kills the attempt
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
@@ -289,8 +291,8 @@ def _takes_task(function: Callable[..., Any]) -> bool:
 def _run_command(argv: Sequence[str], task: Json) -> None:
     """Run the command with the task on its standard input, in this process group.
 
-    A signal to the attempt's group so reaches the command, too. A task with tests runs elsewhere:
-    in a copy of its repository.
+    A signal to the attempt's group so reaches the command, too, and it may clean up. A task with
+    tests runs elsewhere: in a copy of its repository.
     """
     if is_coding_task(task):
         from agentrl.runner.coding_tasks.attempt import run_attempt  # which imports OpenTelemetry
@@ -299,7 +301,12 @@ def _run_command(argv: Sequence[str], task: Json) -> None:
         run_attempt(_filled_in(words, visible(task)), task)
         return
     process = subprocess.Popen(_filled_in(argv, task), stdin=subprocess.PIPE)
-    process.communicate(json.dumps(task).encode() + b"\n")
+    try:
+        process.communicate(json.dumps(task).encode() + b"\n")
+    except SystemExit:  # of SIGTERM
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_LAST_WORDS_S)
+        raise
     if code := process.returncode:
         ended = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
         raise CommandFailed(f"the agent's command {ended}")

@@ -15,6 +15,9 @@ from typing import Any
 
 from agentrl_tracer.schemas import AttemptState
 
+HARBOR_GRACE_S = 30.0
+"""For Harbor, to remove a trial's containers."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunnerConfig:
@@ -41,6 +44,11 @@ class RunnerConfig:
     withheld: list[str] = field(default_factory=list[str])
     """Variables that agents do not get: other models' keys."""
     pool: str = ""  # the pool's name, which it keeps when it is started again
+
+    @property
+    def grace_s(self) -> float:
+        """Return the time between SIGTERM, or a cancellation, and SIGKILL."""
+        return 2.0 + (HARBOR_GRACE_S if self.agent.startswith("harbor:") else 0.0)
 
     @property
     def gateway(self) -> str:

@@ -37,7 +37,6 @@ from agentrl_tracer.schemas import AttemptState, CallState, Claim
 
 logger = logging.getLogger("agentrl.runner")
 
-_GRACE_S = 2.0  # between SIGTERM (or a cancellation) and SIGKILL
 _TICK_S = 0.25  # longest sleep: how late a stop, or a death without a closed pipe, may be noticed
 _FLOODED_S = 0.02  # longest sleep while an agent prints more than its log may hold
 _HEALTH_AGE_S = 1.0
@@ -245,7 +244,8 @@ class Worker:
             return
         if running.cause is not None or self._process is None:
             return
-        running.cause, running.deadline = AttemptEnding(state, error), time.monotonic() + _GRACE_S
+        running.cause = AttemptEnding(state, error)
+        running.deadline = time.monotonic() + self._config.grace_s
         if self._config.concurrency == 1:
             self._process.signal(signal.SIGTERM)
         else:

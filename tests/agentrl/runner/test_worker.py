@@ -105,6 +105,16 @@ def test_a_daemon_of_the_agent_is_killed(shared_harness: RunnerHarness, tmp_path
     until(lambda: not alive(daemon))
 
 
+def test_a_command_may_clean_up_when_its_time_is_up(harness: RunnerHarness, tmp_path: Path) -> None:
+    policies = Policies(on_error="drop", max_infrastructure_retries=0)
+    harness.start("sh -c {command}", policies, timeout_s=1.0)
+    clean = tmp_path / "clean"
+    command = f"trap 'sleep 0.5; touch {clean}; exit 1' TERM; sleep 30 & wait"
+    [attempt] = harness.finish(harness.enqueue({"command": command}))
+    assert attempt.state is AttemptState.TIMEOUT
+    assert clean.exists()
+
+
 def test_the_environment_leads_unmodified_clients_to_the_gateway(
     harness: RunnerHarness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

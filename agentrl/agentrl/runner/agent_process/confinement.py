@@ -18,6 +18,7 @@ from pathlib import Path
 import agentrl
 import agentrl_tracer
 from agentrl.runner.agent_spec import parse_agent
+from agentrl.runner.bubblewrap import without_privileges
 from agentrl.runner.protocol import RunnerConfig
 
 _CHECK_S = 30.0
@@ -49,6 +50,11 @@ def check_confinement(config: RunnerConfig) -> None:
     if config.sandbox:
         if shutil.which("bwrap") is None:
             raise ValueError("agent.sandbox: bubblewrap is not installed: apt install bubblewrap")
+        if shown := set(_masked(config)) & set(map(os.path.realpath, _needed(config))):
+            raise ValueError(
+                f"agent.sandbox: the agent is to run or lies in {shown.pop()}, which the sandbox "
+                "hides: use a folder of its own"
+            )
         python = config.python or sys.executable
         if why := _fails([*sandbox_command(config), python, "-c", "import json"], user):
             raise ValueError(f"agent.sandbox: bubblewrap cannot make one here: {why}")
@@ -72,10 +78,10 @@ def become_user(name: str) -> None:
 
 def sandbox_command(config: RunnerConfig) -> list[str]:
     """Return the command that runs another one, which follows, in a sandbox."""
-    home = os.path.expanduser(f"~{config.user}" if config.user else "~")
-    needed = set(map(os.path.realpath, _needed(config)))
-    masked = [path for path in (*_MASKED, home) if Path(path).is_dir() and path not in needed]
+    home = _home(config)
+    needed, masked = set(map(os.path.realpath, _needed(config))), _masked(config)
     command = ["bwrap", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc"]
+    command += without_privileges(root=os.geteuid() == 0 and config.user is None)
     for path in masked:
         command += ["--tmpfs", path]
     for path in ("/run/systemd/resolve", "/run/resolvconf", "/run/nscd"):  # of name look-ups
@@ -93,6 +99,16 @@ def sandbox_command(config: RunnerConfig) -> list[str]:
                 command += ["--ro-bind", "/dev/null", path]
     command += ["--setenv", "TMPDIR", "/tmp", "--setenv", "HOME", home, "--chdir", os.getcwd()]
     return [*command, "--unshare-pid", "--unshare-ipc", "--die-with-parent", "--"]
+
+
+def _home(config: RunnerConfig) -> str:
+    return os.path.expanduser(f"~{config.user}" if config.user else "~")
+
+
+def _masked(config: RunnerConfig) -> list[str]:
+    """Return the folders in whose places the attempt has its own."""
+    found = [path for path in (*_MASKED, os.path.realpath(_home(config))) if Path(path).is_dir()]
+    return [path for path in found if path != "/"]  # of a user without a home folder
 
 
 def _needed(config: RunnerConfig) -> Iterable[str]:

@@ -98,20 +98,19 @@ def _test(task: CodingTask, folder: Path, *, changed: bool) -> None:
     if task.hidden is not None:
         workspace.put(task.hidden, folder / "work")
     (folder / "test-home").mkdir()
-    report, output = folder / "report/junit.xml", folder / "output"
+    report = folder / "report/junit.xml"
     env = {name: os.environ[name] for name in OF_TESTS if name in os.environ}
     env["PYTEST_ADDOPTS"] = f"--junitxml={report} -p no:cacheprovider"
     done = sandbox.run(
         ["sh", "-c", task.test],
         _place(task, folder, "test-home", report.parent),
         env,
-        output=output,
+        keep_output=True,
         seconds=task.limits.test_seconds,
     )
-    printed = output.read_bytes().decode(errors="replace")
-    passed, total = (0, 1) if done.timed_out else score(report, printed, done.code)
+    passed, total = (0, 1) if done.timed_out else score(report, done.printed, done.code)
     said = {"passed": passed, "total": total, "exit_code": done.code, "timed_out": done.timed_out}
-    emit("tests", said | {"output": workspace.shortened(printed, _LONGEST_OUTPUT)})
+    emit("tests", said | {"output": workspace.shortened(done.printed, _LONGEST_OUTPUT)})
     if done.code in _NOT_STARTED:
-        raise AttemptFailed(f"test: the command did not start: {printed.strip()[-300:]}")
+        raise AttemptFailed(f"test: the command did not start: {done.printed.strip()[-300:]}")
     emit_reward(rewards(passed, total, task.shaping, changed=changed))

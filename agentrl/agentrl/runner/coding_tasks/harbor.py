@@ -6,15 +6,18 @@ gets the rollout's base URL and key from the variables that model clients read.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from agentrl.runner.protocol import AttemptFailed
+from agentrl.runner.protocol import HARBOR_GRACE_S, AttemptFailed
 from agentrl_tracer.emit import emit, emit_reward
 from agentrl_tracer.schemas import AttemptState, Json
 
@@ -71,16 +74,29 @@ def run_trial(task: Json) -> None:
         json.dump(config, file)
         file.flush()
         command = [given["command"], "trial", "start", "--config", file.name]
-        try:
-            done = subprocess.run(command, env=_environment(given["host"]), check=False)
-        except OSError as error:
-            raise AttemptFailed(f"harbor: cannot run {given['command']}: {error}") from error
+        code = _run(command, _environment(given["host"]))
     try:
         result = json.loads((folder / "result.json").read_bytes())
     except (OSError, ValueError):
-        why = f"harbor: the trial left no result (exit code {done.returncode}); see {folder}"
+        why = f"harbor: the trial left no result (exit code {code}); see {folder}"
         raise AttemptFailed(why, AttemptState.INFRASTRUCTURE) from None
     _report(result, folder)
+
+
+def _run(command: Sequence[str], env: Mapping[str, str]) -> int:
+    """Run Harbor; at the attempt's time limit, let it remove the trial's containers."""
+    try:
+        # A session of its own: SIGTERM, which the attempt's group gets, would end it at once.
+        process = subprocess.Popen(command, env=env, start_new_session=True)
+    except OSError as error:
+        raise AttemptFailed(f"harbor: cannot run {command[0]}: {error}") from error
+    try:
+        return process.wait()
+    except SystemExit:  # of SIGTERM
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(HARBOR_GRACE_S)
+        raise
 
 
 def trial_config(given: Json) -> Json:

@@ -1,8 +1,8 @@
 """Start a command with limits inside its sandbox, and connect it to the gateway alone.
 
 A sandbox without network has a loopback of its own. There a relay listens where the gateway listens
-outside, and passes each connection on through a Unix socket to a relay outside. That one refuses
-requests which give rewards, because the command is not to reward itself.
+outside, and passes each connection on through a Unix socket to a relay outside, which looks at the
+requests (``guard``).
 
 Runs as a script, too, with no more than the standard library: ``relay.py JSON COMMAND ...``.
 """
@@ -12,63 +12,53 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import resource
 import socket
 import sys
 import threading
 from collections.abc import Callable
-from urllib.parse import unquote
-
-# Only from the first byte of a word: from each byte, a body without spaces would take minutes.
-_REQUEST = re.compile(rb"(?<!\S)\S+[ \t]+(\S+)[ \t]+HTTP/1\.[01]")
-_FORBIDDEN = re.compile(r"/(rewards|traces)/*(\?|$)", re.IGNORECASE)
-_REFUSED = b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
-_LONGEST_LINE = 16384
 
 Connect = Callable[[], socket.socket]
+Forward = Callable[[socket.socket, socket.socket], None]
 
 
-def relay(listener: socket.socket, connect: Connect, *, guard: bool = False) -> None:
+def pump(source: socket.socket, target: socket.socket) -> None:
+    """Pass everything on until the source ends."""
+    while data := source.recv(65536):
+        target.sendall(data)
+
+
+def relay(listener: socket.socket, connect: Connect, forward: Forward = pump) -> None:
     """Pass connections on until the listener is closed.
 
     Args:
-        guard: refuse requests that give rewards.
+        forward: passes on what a client sends; it ends when that ends, or to end the connection.
     """
     while True:
         try:
             client, _ = listener.accept()
         except OSError:
             return
-        threading.Thread(target=_pass_on, args=(client, connect, guard), daemon=True).start()
+        threading.Thread(target=_pass_on, args=(client, connect, forward), daemon=True).start()
 
 
-def _pass_on(client: socket.socket, connect: Connect, guard: bool) -> None:
+def _pass_on(client: socket.socket, connect: Connect, forward: Forward) -> None:
     try:
         server = connect()
     except OSError:
         client.close()
         return
     with client, server:
-        back = threading.Thread(target=_pump, args=(server, client, False), daemon=True)
+        back = threading.Thread(target=_half, args=(pump, server, client), daemon=True)
         back.start()
-        _pump(client, server, guard)
+        _half(forward, client, server)
         back.join()
 
 
-def _pump(source: socket.socket, target: socket.socket, guard: bool) -> None:
-    line = b""  # the end of what was passed on, in which a request may begin
+def _half(forward: Forward, source: socket.socket, target: socket.socket) -> None:
     try:
-        while data := source.recv(65536):
-            line += data if guard else b""
-            for match in _REQUEST.finditer(line):
-                if _FORBIDDEN.search(unquote(match[1].decode("latin-1"))):
-                    source.sendall(_REFUSED)
-                    return
-            line = line.rpartition(b"\n")[2][-_LONGEST_LINE:]
-            target.sendall(data)
-    except OSError:
-        pass
+        with contextlib.suppress(OSError):
+            forward(source, target)
     finally:
         for end, how in ((source, socket.SHUT_RD), (target, socket.SHUT_WR)):
             with contextlib.suppress(OSError):

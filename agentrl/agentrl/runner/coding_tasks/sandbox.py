@@ -22,6 +22,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import agentrl
+from agentrl.runner.bubblewrap import without_privileges
+from agentrl.runner.coding_tasks.printed import Printed
 from agentrl.runner.coding_tasks.relay import relay
 from agentrl.runner.processes import adopt_orphans, kill_children
 
@@ -60,6 +62,8 @@ class Done:
     timed_out: bool = False
     asked: bool = True
     """Whether it reached the gateway; without a relay that is not known."""
+    printed: str = ""
+    """Its output, if it was to be kept: the first and the last MiB."""
 
 
 def check_bubblewrap() -> None:
@@ -87,14 +91,14 @@ def run(
     gateway: str | None = None,
     network: bool = False,
     stdin: bytes = b"",
-    output: Path | None = None,
+    keep_output: bool = False,
     seconds: float | None = None,
 ) -> Done:
     """Run a command to its end, or to its time limit; nothing that it started goes on.
 
     Args:
         gateway: URL that it reaches, though it may not reach the network.
-        output: file that takes what it prints; by default the attempt's log.
+        keep_output: return what it prints; by default that goes to the attempt's log.
     """
     options = {"cpu": _whole(place.cpu_seconds), "memory": _whole(place.memory_mb, 2**20)}
     temporary = "/tmp" if place.sandbox else str(place.home)  # the sandbox has its own
@@ -113,21 +117,27 @@ def run(
         inside = [python, "-I", str(_RELAY), json.dumps(options), *command]
         if place.sandbox:
             inside = [*_bubblewrap(place, command, network=network), *inside]
-        sink = stack.enter_context(output.open("wb")) if output else None
+        printed = Printed() if keep_output else None
         adopt_orphans()
-        process = subprocess.Popen(
-            inside, stdin=subprocess.PIPE, stdout=sink, stderr=sink and subprocess.STDOUT,
-            cwd=place.work, env=env,
-        )  # fmt: skip
+        try:
+            process = subprocess.Popen(
+                inside, stdin=subprocess.PIPE, stdout=printed and printed.pipe,
+                stderr=printed and subprocess.STDOUT, cwd=place.work, env=env,
+            )  # fmt: skip
+        finally:
+            if printed is not None:
+                printed.close()
+        timed_out = False
         try:
             process.communicate(stdin, timeout=seconds)
         except subprocess.TimeoutExpired:
-            return Done(-9, timed_out=True)
+            timed_out = True
         finally:
             process.kill()
             process.wait()
             kill_children()
-        return Done(process.returncode, asked=asked.is_set())
+        said = printed.text() if printed is not None else ""
+        return Done(process.returncode, timed_out, asked.is_set(), said)
 
 
 def _whole(value: float | None, unit: int = 1) -> int | None:
@@ -152,6 +162,10 @@ def _relay_to(gateway: str, asked: threading.Event) -> Iterator[Path]:
     Args:
         asked: is set by the first connection.
     """
+    try:
+        from agentrl.runner.coding_tasks.guard import pass_requests as forward
+    except ImportError:
+        raise ValueError(f"{sys.executable} lacks h11: pip install h11") from None
     parts = urlsplit(gateway)
     if parts.scheme != "http":
         raise ValueError('limits.network: the gateway speaks https; say {"network": true}')
@@ -168,9 +182,7 @@ def _relay_to(gateway: str, asked: threading.Event) -> Iterator[Path]:
         path = Path(folder) / "gateway"
         listener.bind(str(path))
         listener.listen(64)
-        threading.Thread(
-            target=relay, args=(listener, connect), kwargs={"guard": True}, daemon=True
-        ).start()
+        threading.Thread(target=relay, args=(listener, connect, forward), daemon=True).start()
         yield path
         with contextlib.suppress(OSError):  # wakes ``accept``
             listener.shutdown(socket.SHUT_RDWR)
@@ -179,6 +191,7 @@ def _relay_to(gateway: str, asked: threading.Event) -> Iterator[Path]:
 def _bubblewrap(place: Place, command: Sequence[str], *, network: bool) -> list[str]:
     """Return the command that runs another one, which follows, in a sandbox."""
     words = ["bwrap", "--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp", "--tmpfs", "/var/tmp"]
+    words += without_privileges(root=os.geteuid() == 0)
     seen = sorted({*_SYSTEM, *_installed(command), str(_RELAY)})  # a folder before those in it
     for path in seen:
         words += ["--ro-bind-try", path, path]
@@ -192,13 +205,14 @@ def _bubblewrap(place: Place, command: Sequence[str], *, network: bool) -> list[
 
 
 def _installed(command: Sequence[str]) -> Iterable[str]:
-    """Yield the folders of the command, usual agents and interpreters, and the files it names."""
+    """Yield what the command, usual agents and interpreters need, and the files it names."""
     for name in (command[0], sys.executable, *_PROGRAMS):
         if found := shutil.which(name):
-            for path in {found, os.path.realpath(found)}:
-                yield (prefix := _prefix(path))
-                if os.path.exists(f"{prefix}/pyvenv.cfg"):
-                    yield _prefix(os.path.realpath(f"{prefix}/bin/python"))
+            for path in {os.path.abspath(found), os.path.realpath(found)}:
+                yield from (needed := [*_package(path)])
+                for prefix in needed:
+                    if os.path.exists(f"{prefix}/pyvenv.cfg"):
+                        yield from _package(os.path.realpath(f"{prefix}/bin/python"))
     for word in command:
         if os.path.isabs(word) and os.path.isfile(word):
             folder = os.path.dirname(word)
@@ -206,13 +220,25 @@ def _installed(command: Sequence[str]) -> Iterable[str]:
     yield from filter(os.path.isabs, os.environ.get(_MORE, "").split(os.pathsep))
 
 
-def _prefix(executable: str) -> str:
-    """Return the folder of all that an executable's package needs."""
+def _package(executable: str) -> Iterable[str]:
+    """Yield the paths of all that an executable's package needs.
+
+    Of a folder that holds more of the user's files than a package, such as the home folder or the
+    current one, it is the file alone.
+    """
     outer, node, _ = executable.partition("/node_modules/")
     if node:  # npm puts what a package depends on beside it
-        return f"{outer}/node_modules"
-    folder = os.path.dirname(executable)
-    return os.path.dirname(folder) if os.path.basename(folder) == "bin" else folder
+        yield f"{outer}/node_modules"
+        return
+    folder = Path(executable).parent
+    prefix, home = folder.parent, Path.home()
+    of_user = [home, home.resolve(), home / ".local", home.resolve() / ".local", Path.cwd()]
+    if folder.name in ("bin", "shims") and not any(one.is_relative_to(prefix) for one in of_user):
+        yield str(prefix)
+    else:
+        yield executable
+        if prefix.name == ".local":  # of `pip install --user`
+            yield f"{prefix}/lib"
 
 
 def _shipped_tasks() -> Iterable[Path]:

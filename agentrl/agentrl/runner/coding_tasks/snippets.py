@@ -27,7 +27,7 @@ def passed(
     env["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), env.get("PATH", "")])
     count = 0
     with tempfile.TemporaryDirectory(prefix="tests-") as folder:
-        work, home, output = (Path(folder, name) for name in ("work", "home", "output"))
+        work, home = Path(folder, "work"), Path(folder, "home")
         work.mkdir()
         home.mkdir()
         place = sandbox.Place(work, home, sandboxed, cpu_seconds=seconds + 1, memory_mb=memory_mb)
@@ -35,8 +35,8 @@ def passed(
             mark = secrets.token_hex(16)
             (work / "program.py").write_text(f"{code}\n{test}\nprint({mark!r})\n")
             command = ["python", "program.py"]
-            done = sandbox.run(command, place, env, output=output, seconds=seconds)
-            ended = output.read_bytes().rstrip().endswith(mark.encode())
+            done = sandbox.run(command, place, env, keep_output=True, seconds=seconds)
+            ended = done.printed.rstrip().endswith(mark)
             count += done.code == 0 and not done.timed_out and ended
     return count
 

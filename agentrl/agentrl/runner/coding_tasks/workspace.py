@@ -15,6 +15,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from agentrl.runner.coding_tasks.printed import Printed
 from agentrl.runner.coding_tasks.task import CodingTask, Files
 
 _PREPARE_S = 600.0
@@ -141,16 +142,17 @@ def _contents(files: Files) -> Iterator[tuple[str, bytes, int]]:
 
 def diff(base: Path, work: Path) -> str:
     """Return what the agent changed, as a unified diff; a long one without its middle."""
+    command = ["diff", "-ruN", "--no-dereference", "-x", ".git", "-x", "__pycache__", base, work]
+    printed = Printed()
     try:
-        done = subprocess.run(
-            ["diff", "-ruN", "--no-dereference", "-x", ".git", "-x", "__pycache__", base, work],
-            capture_output=True,
-            timeout=_DIFF_S,
-            check=False,
+        subprocess.run(
+            command, stdout=printed.pipe, stderr=subprocess.DEVNULL, timeout=_DIFF_S, check=False
         )
     except (OSError, subprocess.SubprocessError) as error:
         return f"(no diff: {error})"
-    text = done.stdout.decode(errors="replace").replace(str(base), "a").replace(str(work), "b")
+    finally:
+        printed.close()
+    text = printed.text().replace(str(base), "a").replace(str(work), "b")
     return shortened(text, _LONGEST_DIFF)
 
 

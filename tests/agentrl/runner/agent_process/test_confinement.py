@@ -137,6 +137,26 @@ def test_an_agent_inherits_neither_password_nor_connection_of_the_store(
     assert len([one for one in found["open"] if one.startswith("socket:")]) <= 2, found["open"]
 
 
+@needs_bwrap
+def test_a_sandbox_that_would_show_the_home_folder_is_refused(
+    harness: RunnerHarness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=rf"agent\.sandbox: .*{tmp_path}, which the sandbox hides"):
+        check_confinement(harness.config("good", sandbox=True))
+
+
+@needs_root
+@needs_bwrap
+def test_root_cannot_undo_the_sandbox(harness: RunnerHarness) -> None:
+    hidden = str(Path(__file__).parent)
+    command = sandbox_command(harness.config("good", hidden=[hidden]))
+    undo = f"umount -l {hidden}; mount -o remount,rw,bind /; test -w /proc/sys/kernel/hostname"
+    done = subprocess.run([*command, "sh", "-c", f"{undo} || ls -A {hidden}"], capture_output=True)
+    assert (done.returncode, done.stdout) == (0, b"")
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

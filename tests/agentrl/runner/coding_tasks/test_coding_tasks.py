@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from runner_harness import RunnerHarness
 
-from agentrl.runner.coding_tasks import workspace
+from agentrl.runner.coding_tasks import sandbox, workspace
 from agentrl.runner.coding_tasks.scoring import rewards, score
 from agentrl.runner.coding_tasks.task import parse_task
 from agentrl_tracer.conventions import NOTE_DATA, NOTE_NAME
@@ -146,6 +146,53 @@ def test_a_command_that_fails_before_it_asks_the_model_is_an_error(commands: Run
     assert commands.values(broken) == []
     asked = attempt_of(commands, "curl -s $AGENTRL_GATEWAY/healthz; exit 3", sandbox=True)
     assert commands.values(asked) == [0.5]
+
+
+@needs_bwrap
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root has privileges to lose")
+def test_root_cannot_undo_the_sandbox(commands: RunnerHarness) -> None:
+    undo = "mount -o remount,rw,bind /etc && touch /etc/agentrl-test"
+    look = f"({undo}; umount -l /tmp; test -w /proc/sys/kernel/hostname && echo WRITES) > said 2>&1"
+    attempt = attempt_of(commands, look + "; true", test="cat said; echo 1/1", sandbox=True)
+    assert commands.values(attempt) == [1.0], attempt.error
+    said = notes_of(commands, attempt)["tests"]["output"]
+    assert not Path("/etc/agentrl-test").exists()
+    assert said.count("mount") >= 2  # both were refused
+    assert "WRITES" not in said
+
+
+def test_of_folders_with_other_files_a_program_is_shown_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, project = tmp_path / "home", tmp_path / "project"
+    places = ("home/bin", "home/.local/bin", "home/.pyenv/shims", "tool/bin", "project/bin")
+    for place in places:
+        (tmp_path / place).mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(project)
+    shown = {
+        "home/bin/agent": ["home/bin/agent"],
+        "home/.local/bin/agent": ["home/.local/bin/agent", "home/.local/lib"],
+        "home/.pyenv/shims/python": ["home/.pyenv"],
+        "tool/bin/agent": ["tool"],
+        "project/bin/agent": ["project/bin/agent"],
+        "project/agent.sh": ["project/agent.sh"],
+        "home/npm/node_modules/.bin/agent": ["home/npm/node_modules"],
+    }
+    for program, paths in shown.items():
+        found = [*sandbox._package(str(tmp_path / program))]
+        assert found == [str(tmp_path / path) for path in paths]
+    assert [*sandbox._package("/bin/sh")] == ["/bin/sh"]
+
+
+def test_what_tests_print_is_kept_within_bounds(commands: RunnerHarness) -> None:
+    printing = "echo first; head -c 5000000 /dev/zero | tr '\\0' x; echo; echo 3/4"
+    attempt = attempt_of(commands, "head -c 5000000 /dev/zero > large", test=printing)
+    assert commands.values(attempt) == [0.75], attempt.error
+    output = notes_of(commands, attempt)["tests"]["output"]
+    assert output.startswith("first\n")
+    assert output.endswith("3/4\n")
+    assert len(output) < 50_000
 
 
 @needs_bwrap

@@ -24,12 +24,20 @@ from agentrl_tracer.store import Store
 HARBOR = os.environ.get("AGENTRL_TEST_HARBOR")
 SUPPORT = Path(__file__).parents[3] / "support"
 REPLAY = f"""#!{sys.executable}
-import json, os, pathlib, sys
+import json, os, pathlib, sys, time
 config = json.load(open(sys.argv[-1]))
 folder = pathlib.Path(config["trials_dir"]) / config["trial_name"]
 folder.mkdir(parents=True)
 (folder / "seen.json").write_text(json.dumps([config, dict(os.environ)]))
-result = pathlib.Path(config["task"]["path"]) / "result.json"
+task = pathlib.Path(config["task"]["path"])
+if (task / "slow").exists():
+    try:
+        time.sleep(60)
+    except KeyboardInterrupt:
+        time.sleep(3)  # longer than other agents may take
+        (task / "removed").touch()
+        sys.exit(1)
+result = task / "result.json"
 if result.exists():
     (folder / "result.json").write_bytes(result.read_bytes())
 """
@@ -101,6 +109,20 @@ def test_a_result_is_a_reward_or_a_failure_with_its_state(
     assert env["ANTHROPIC_BASE_URL"].endswith(f"/rollouts/{attempt.rollout_id}")
     if state is not AttemptState.SUCCEEDED:
         assert str(seen.parent) in (attempt.error or "")
+
+
+def test_at_the_time_limit_harbor_removes_its_containers(
+    trials: RunnerHarness, tmp_path: Path
+) -> None:
+    folder = add_task(tmp_path / "task")
+    (folder / "slow").touch()
+    settings = {"agent": "a", "environment": "e", "command": str(trials.folder / "harbor")}
+    [task] = harbor_tasks(tmp_path, settings | {"host": None})
+    config = replace(trials.config("good", ONCE, timeout_s=1.0), agent="harbor:tasks")
+    trials.pools.append(start_pool(config))
+    [attempt] = trials.finish(trials.enqueue(task))
+    assert attempt.state is AttemptState.TIMEOUT
+    assert (folder / "removed").exists()
 
 
 def test_a_folder_of_tasks_is_read_and_another_refused(tmp_path: Path) -> None:
