@@ -150,7 +150,8 @@ def play(name: str, work: Path, renderer: Renderer, steps: Sequence[Step], **how
                 "LANG": "C.UTF-8",
             }
             words = shlex.split(profile["agent"]["entrypoint"].removeprefix("-- "))
-            command = [how.get("say", "Fix a.py.") if w == "{instruction}" else w for w in words]
+            say = how.get("say", "- Fix a.py.")  # as of a list in Markdown, not a flag
+            command = [say if word == "{instruction}" else word for word in words]
             process = subprocess.Popen(
                 command,
                 cwd=work,
@@ -166,6 +167,8 @@ def play(name: str, work: Path, renderer: Renderer, steps: Sequence[Step], **how
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
+        text = json.dumps(say)[1:-1].encode()
+        assert any(text in request["body"] for request in wire.requests), printed
         assert not any(home.iterdir()), "it wrote into the user's home folder"
         left = [*(work.parent / "attempt").glob("home-*")]
         assert not left, "its own home folder was not removed"

@@ -44,6 +44,12 @@ def sweep_command(*tokens: Tokens) -> None:
         raise ConfigError(f"name: {shown(folder.root)} is a run; give the sweep another --name")
     folder.lock()
     study = open_study(folder, config, steps)
+    first = folder.root.with_name(f"{name}-000" if config.sweep.seeds == 1 else f"{name}-000-0")
+    if first.exists() and not study.get_trials(deepcopy=False):
+        raise ConfigError(
+            f"name: {shown(first)} is of an earlier sweep; delete its runs, or give this sweep "
+            "another --name"
+        )
     again = ["agentrl", "sweep", *tokens, *([] if config.run.name else ["--name", name])]
     end_in_order(lambda: f"go on with:  {shlex.join(again)}", within_s=None)
     print_line((f"sweep folder {folder.root}", "dim"))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from agentrl.config.commands import TrainConfig
 from agentrl.config.errors import ConfigError
-from agentrl.config.field_types import names_function
+from agentrl.config.field_types import is_generator
 from agentrl.config.settings.agent import AgentSettings
 from agentrl.console.output import print_sentences
 from agentrl.datasets.files import load_tasks
@@ -14,25 +14,28 @@ from agentrl.runner.agent_spec import parse_agent, unknown_placeholders
 from agentrl.runner.coding_tasks.harbor import PREFIX, harbor_tasks
 from agentrl.runner.coding_tasks.sandbox import check_bubblewrap
 from agentrl.runner.coding_tasks.task import is_coding_task, parse_task
-from agentrl.training.setup.own_functions import generated_tasks, is_importable
+from agentrl.training.setup.own_functions import generated_tasks
 from agentrl_tracer.schemas import Json
 
 
-def training_tasks(config: TrainConfig) -> list[Json]:
+def training_tasks(config: TrainConfig, at_least: int = 0) -> list[Json]:
     """Return the tasks of a training: those of its file, or what its generator yields for its seed.
 
     A generator is asked for as many tasks as the run's steps take.
+
+    Args:
+        at_least: tasks that a generator has yielded before, in a run that goes on.
 
     Raises:
         ConfigError: as ``read_tasks``, or a generator without ``run.steps``.
     """
     source = str(config.agent.tasks)
-    if not names_function(source) or not is_importable(source):
+    if not is_generator(source):
         return read_tasks(config.agent.tasks, "agent.tasks", config.agent)
     if config.run.steps is None:
         raise ConfigError(f"run.steps: is missing; {source} may yield tasks without end")
     count = config.run.steps * config.rollouts.batch_size
-    return generated_tasks(source, count, config.run.seed)
+    return generated_tasks(source, max(count, at_least), config.run.seed)
 
 
 def read_tasks(path: Path, field: str, agent: AgentSettings) -> list[Json]:

@@ -31,7 +31,13 @@ from agentrl.scoring.functions import load_functions
 from agentrl.supervisor import SupervisedProcess
 from agentrl.timing import heavy_imports
 from agentrl.training.queue.curriculum import Curriculum
-from agentrl.training.resume import check_resume, go_back, return_to_start, tell_changes
+from agentrl.training.resume import (
+    check_resume,
+    go_back,
+    return_to_start,
+    tasks_kept,
+    tell_changes,
+)
 from agentrl.training.session import Session
 from agentrl.training.setup.initial_adapters import new_run
 from agentrl.training.setup.own_functions import add_own_loss, own_estimator
@@ -70,6 +76,9 @@ def train_command(*tokens: Tokens) -> None:
 def train(*arguments: str, trainer: type[Trainer] | None = None) -> Summary:
     """Train as ``agentrl train`` does with these arguments, and return how it ended.
 
+    A run that collapses ends, with ``guards.on_collapse = "roll_back"`` too: ``ended.again`` of the
+    summary are the arguments of ``agentrl`` that go back.
+
         agentrl.train("agent.py:agent", "--tasks", "train.jsonl", "--steps", "20", trainer=Mine)
 
     Args:
@@ -94,7 +103,7 @@ def _train(
         return_to_start(folder, print_line)
     validate_agent(config.agent.entrypoint, other_python=config.agent.python is not None)
     rewards = load_functions(config.rewards)
-    tasks = training_tasks(config)
+    tasks = training_tasks(config, tasks_kept(folder) if folder else 0)
     held_out = config.evaluation.tasks
     eval_tasks = read_tasks(held_out, "evaluation.tasks", config.agent) if held_out else []
     # Before config.json holds the setting: every later --resume would fail.
@@ -148,7 +157,12 @@ def _pages(config: TrainConfig, folder: RunFolder) -> Iterator[SupervisedProcess
 
 
 def _go_on(arguments: Sequence[str]) -> NoReturn:
-    """Execute another command in place of this process, as the user could in the shell."""
+    """Execute another command in place of this process, as the user could in the shell.
+
+    A trial of a sweep stays one, which ends with its sweep.
+    """
     sys.stdout.flush()
     os.chdir(SHELL_IN)  # a resumed run has gone elsewhere
-    os.execv(sys.executable, [sys.executable, "-m", "agentrl", *arguments])
+    of_sweep = "agentrl.sweep.process"
+    module = of_sweep if of_sweep in sys.orig_argv else "agentrl"
+    os.execv(sys.executable, [sys.executable, "-m", module, *arguments])

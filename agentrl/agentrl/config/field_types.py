@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import sys
 from collections.abc import Sequence
 from functools import partial
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -71,6 +74,16 @@ def split_step(source: str | Path) -> tuple[Path, str]:
 def names_function(value: str) -> bool:
     """Tell whether a setting names a function: ``module:function`` or ``file.py:function``."""
     return _FUNCTION.fullmatch(value) is not None
+
+
+def is_generator(spec: str) -> bool:
+    """Tell whether ``agent.tasks`` names a function of Python, and not a data set and its split,
+    which may look alike."""
+    if not names_function(spec):
+        return False
+    module = spec.partition(":")[0]
+    top = module.partition(".")[0]
+    return module.endswith(".py") or PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is not None
 
 
 def choice_or_function(choices: Sequence[str], value: str) -> str:

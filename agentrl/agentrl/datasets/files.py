@@ -149,7 +149,7 @@ def _checked(data: Any, where: str) -> Json:
         raise ValueError(f"{where} is a JSON {type(data).__name__}; {said}")
     for name, value in data.items():
         try:
-            json.dumps(value)
-        except TypeError as error:  # a date, or bytes
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:  # a date, bytes, or NaN
             raise ValueError(f"{where}: {name}: {error}; store it as text") from error
     return data

@@ -209,8 +209,9 @@ def _labels(values: Iterable[Any]) -> dict[Any, str]:
     known = sorted(given) if numbers else sorted(given, key=str)
     if len(known) <= _MOST_VALUES or not numbers:
         return {value: str(value) for value in known}
-    quarters = np.array_split(np.array(known), 4)
-    return {value: f"{part[0]:g} to {part[-1]:g}" for part in quarters for value in part.tolist()}
+    shown = [str(one) if isinstance(one, int) else f"{one:.12g}" for one in known]
+    quarters = np.array_split(np.arange(len(known)), 4)
+    return {known[at]: f"{shown[p[0]]} to {shown[p[-1]]}" for p in quarters for at in p}
 
 
 # ---- several runs

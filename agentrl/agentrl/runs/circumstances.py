@@ -31,7 +31,7 @@ def note_start(folder: RunFolder, steps: int) -> None:
         folder.root / _STARTED,
         {"at": time.time(), "steps": steps, "versions": versions, "machine": machine},
     )
-    for path in (folder.root / _FAILED, folder.pruned):
+    for path in (folder.root / _FAILED, folder.pruned, folder.summary):
         path.unlink(missing_ok=True)
 
 

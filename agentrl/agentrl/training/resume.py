@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from agentrl.config.commands import TrainConfig
 from agentrl.config.errors import ConfigError
-from agentrl.config.field_types import names_function
+from agentrl.config.field_types import is_generator
 from agentrl.config.secrets import as_recorded, without_variables
 from agentrl.config.setting_names import flag_of, flattened
 from agentrl.runs.best_adapter import best_step, held_out_of
@@ -91,7 +91,11 @@ def checkpoint_of(run: RunFolder, step: str, field: str) -> Path:
         ConfigError: it is not kept.
     """
     kept = {str(at): path for at, path in _numbered(run.checkpoints.glob("step-*"))}
-    at = str(best_step(held_out_of(run))) if step == "best" else step.lstrip("0") or "0"
+    at = step.lstrip("0") or "0"
+    if step == "best":
+        if (best := best_step(held_out_of(run))) is None:
+            raise ConfigError(f"{field}: {run.root} was never evaluated, so no step is its best")
+        at = str(best)
     if at not in kept:
         raise ConfigError(
             f"{field}: {run.root} has no checkpoint of step {at}; kept are those of: "
@@ -103,6 +107,13 @@ def checkpoint_of(run: RunFolder, step: str, field: str) -> Path:
 def _numbered(paths: Iterable[Path]) -> list[tuple[int, Path]]:
     numbers = ((path.name.removeprefix("step-").removeprefix("v"), path) for path in paths)
     return sorted((int(number), path) for number, path in numbers if number.isdecimal())
+
+
+def tasks_kept(folder: RunFolder) -> int:
+    """Return how many training tasks the store of a run holds."""
+    store, run = open_store(folder)
+    with contextlib.closing(store):
+        return len(store.tasks(run["id"], "train"))
 
 
 def check_resume(
@@ -131,7 +142,7 @@ def check_resume(
         ("agent.tasks", stored["train"], tasks),
         ("evaluation.tasks", stored["eval"], eval_tasks),
     ):
-        if names_function(str(now[name])):  # a generator is asked for as many as the run takes
+        if is_generator(str(now[name])):  # it is asked for as many as the run takes
             before, given = before[: len(given)], given[: len(before)]
         if before and before != list(given):
             differ = [old != new for old, new in zip(before, given, strict=False)]

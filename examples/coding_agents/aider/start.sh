@@ -16,4 +16,4 @@ set -- --model "$model" --model-settings-file "$HOME/models.yml" --yes-always --
 [ -d .git ] || set -- "$@" --no-git
 find . -type f -size -32k ! -path '*/.*' ! -path '*/node_modules/*' | sort | head -n 30 > "$HOME/files"
 while read -r file; do set -- "$@" "$file"; done < "$HOME/files"
-aider --message "$message" "$@" < /dev/null
+aider --message="$message" "$@" < /dev/null

@@ -9,4 +9,4 @@ context=${AGENTRL_CONTEXT_LENGTH:-65536}
 # window of its own, which is 100,000 or more, it would wait for a refusal.
 export CLAUDE_CODE_MAX_CONTEXT_TOKENS="$context" CLAUDE_CODE_MAX_OUTPUT_TOKENS=4096
 export CLAUDE_CODE_AUTO_COMPACT_WINDOW=$((context > 100000 ? context : 100000))
-claude --print "$1" --dangerously-skip-permissions < /dev/null
+claude --print --dangerously-skip-permissions -- "$1" < /dev/null

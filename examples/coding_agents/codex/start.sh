@@ -21,4 +21,4 @@ base_url = "$OPENAI_BASE_URL"
 env_key = "OPENAI_API_KEY"
 wire_api = "responses"
 TOML
-codex exec --skip-git-repo-check --ephemeral --dangerously-bypass-approvals-and-sandbox "$1" < /dev/null
+codex exec --skip-git-repo-check --ephemeral --dangerously-bypass-approvals-and-sandbox -- "$1" < /dev/null

@@ -12,4 +12,4 @@ OPENCODE_CONFIG_CONTENT=$(cat <<JSON
 JSON
 )
 export OPENCODE_CONFIG_CONTENT
-opencode run "$1" < /dev/null
+opencode run -- "$1" < /dev/null

@@ -9,4 +9,4 @@ cat > "$HOME/.qwen/settings.json" <<JSON
  "telemetry": {"enabled": false}, "security": {"auth": {"selectedType": "openai"}},
  "model": {"maxSessionTurns": 50, "generationConfig": {"contextWindowSize": ${AGENTRL_CONTEXT_LENGTH:-65536}}}}
 JSON
-qwen --yolo --prompt "$1" < /dev/null
+qwen --yolo --prompt="$1" < /dev/null

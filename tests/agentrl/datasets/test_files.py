@@ -91,6 +91,12 @@ def test_what_cannot_be_read_is_named(name: str, text: str, message: str, tmp_pa
         load_tasks(tmp_path / name, "tasks")
 
 
+def test_no_number_in_parquet_is_named(tmp_path: Path) -> None:
+    parquet.write_table(pa.Table.from_pylist([{"n": float("nan")}]), tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match=r"a\.parquet, row 1: n: Out of range float"):
+        load_tasks(tmp_path / "a.parquet", "tasks")
+
+
 def test_a_source_that_is_not_there_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

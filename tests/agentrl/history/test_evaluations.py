@@ -79,6 +79,9 @@ def test_fields_divide_tasks_and_many_numbers_are_in_quarters(runs: list[OpenRun
     assert fields(many) == ["n", "of.kind"]
     assert list(by_field(many, known, "n")) == ["0 to 9", "10 to 19", "20 to 29", "30 to 39"]
     assert by_field(many, known, "nowhere") == {"none": known}
+    large = [{"n": 2**60 + n} for n in range(40)]
+    assert next(iter(by_field(large, known, "n"))) == f"{2**60} to {2**60 + 9}"
+    assert len(by_field(large, known, "n")) == 4
 
 
 def test_runs_are_compared_on_tasks_with_equal_data(runs: list[OpenRun]) -> None:

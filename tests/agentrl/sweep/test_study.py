@@ -9,8 +9,9 @@ from typing import Any
 
 import optuna
 import pytest
-from sweeps import opened, sweep_config
+from sweeps import SmallSweep, opened, sweep_config
 
+from agentrl.cli.sweep import sweep_command
 from agentrl.config.commands import SweepConfig
 from agentrl.config.errors import ConfigError
 from agentrl.runs.folder import RunFolder
@@ -118,3 +119,10 @@ def test_a_sweep_ends_where_trials_have_no_value_and_says_why(
     with pytest.raises(kind, match=said):
         Sweep(folder, how, read_space(how), study, steps=9).run()
     assert len(study.trials) == trials
+
+
+def test_runs_of_an_earlier_sweep_are_not_taken_for_its_own(tmp_path: Path) -> None:
+    sweep = SmallSweep(tmp_path, metric="reward/mean", space={"learning.rank": [4]})
+    (sweep.root / "small-000").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"name: .*small-000 is of an earlier sweep"):
+        sweep_command("--config", str(sweep.file), "--name", "small")

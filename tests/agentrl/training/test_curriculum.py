@@ -54,6 +54,8 @@ def test_without_settings_each_epoch_has_every_task_once() -> None:
 
 def test_a_generators_tasks_come_in_its_order() -> None:
     assert curriculum(source="my.py:tasks").draw(3, 4) == ([3, 4, 0, 1], 7)
+    of_a_dataset = curriculum(source="no_module_of_this_name:train")
+    assert of_a_dataset.draw(0, 5)[0] == tasks_in_order(0, 5, 5, 3)
 
 
 def test_solved_tasks_are_dropped_and_the_run_ends_without_others() -> None:

@@ -78,6 +78,17 @@ def nothing(seed):
 
 def words(seed):
     yield "word"
+
+def tuples(seed):
+    while True:
+        yield {"n": (1,)}
+
+def arrays(seed):
+    import numpy
+    yield {"n": numpy.int64(1)}
+
+def nans(seed):
+    yield {"n": float("nan")}
 """
 
 
@@ -157,6 +168,13 @@ def test_a_generator_gives_what_the_steps_take(file: Path) -> None:
     assert training_tasks(config(**source, steps=2)) == [{"n": n} for n in (5, 6, 7, 8)]
     with pytest.raises(ConfigError, match=r"run\.steps: is missing"):
         training_tasks(config(**source))
-    for function, message in (("nothing", "yields no tasks"), ("words", "task 1 is 'word'")):
+    tuples: Any = {**source, "tasks": f"{file}:tuples"}  # as they come back from a store
+    assert training_tasks(config(**tuples, steps=1), at_least=3) == [{"n": [1]}] * 3
+    for function, message in (
+        ("nothing", "yields no tasks"),
+        ("words", "task 1 is 'word'"),
+        ("arrays", "a task is no JSON: Object of type int64"),
+        ("nans", "a task is no JSON: Out of range float"),
+    ):
         with pytest.raises(ConfigError, match=f"agent.tasks: .*{function}.*{message}"):
             training_tasks(config(**source | {"tasks": f"{file}:{function}"}, steps=2))

@@ -141,7 +141,9 @@ def test_a_failed_run_says_why_until_it_goes_on(own: Recorded) -> None:
         for said in ("Step 4 of 9", f"agentrl train --resume {folder.root}",
                      '<th scope="row">torch</th>'):  # fmt: skip
             assert said in page
+        folder.summary.touch()
         note_start(folder, steps=9)
+        assert not folder.summary.exists()  # it has not ended
         assert "the &lt;gateway&gt; died" not in client.get("/runs/mine").text
 
 

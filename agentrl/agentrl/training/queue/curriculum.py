@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 
 from agentrl.config.commands import TrainConfig
-from agentrl.config.field_types import names_function
+from agentrl.config.field_types import is_generator
 from agentrl.config.settings.curriculum import CurriculumSettings
 from agentrl.history.index import task_index
 from agentrl.runs.summary import Ending
@@ -33,7 +34,7 @@ class Curriculum:
     def __init__(self, config: TrainConfig, tasks: Sequence[Json]) -> None:
         self._how, self._tasks, self._seed = config.curriculum, tasks, config.run.seed
         self._success = config.evaluation.success_reward
-        self._in_order = names_function(str(config.agent.tasks))
+        self._in_order = is_generator(str(config.agent.tasks))
         self._weigh = _weights(self._how.weights)
         self._weigh(tasks[0], 0.5)  # a function of the user is tried before the run starts
         self._used = self._how != CurriculumSettings()
@@ -129,11 +130,12 @@ def tasks_in_order(first: int, count: int, tasks: int, seed: int) -> list[int]:
     Each epoch is a shuffle of its own. The result depends on the arguments alone, so a resumed run
     continues where it was.
     """
-    orders = {
-        epoch: random.Random(f"{seed}/{epoch}").sample(range(tasks), tasks)
-        for epoch in range(first // tasks, (first + count - 1) // tasks + 1)
-    }
-    return [orders[at // tasks][at % tasks] for at in range(first, first + count)]
+    return [_order(at // tasks, tasks, seed)[at % tasks] for at in range(first, first + count)]
+
+
+@lru_cache(maxsize=2)
+def _order(epoch: int, tasks: int, seed: int) -> list[int]:
+    return random.Random(f"{seed}/{epoch}").sample(range(tasks), tasks)
 
 
 def _weights(spec: str | None) -> Weigh:

@@ -7,10 +7,8 @@ of tasks, weights of tasks.
 from __future__ import annotations
 
 import inspect
-import os
-import sys
+import json
 from functools import wraps
-from importlib.machinery import PathFinder
 from itertools import islice
 
 from agentrl.config.commands import TrainConfig
@@ -23,14 +21,6 @@ from agentrl_trainer.data.own_estimator import OwnEstimator, own_advantages
 from agentrl_trainer.data.skip_reasons import SkipRules
 from agentrl_trainer.data.trajectories import build_trajectories
 from agentrl_trainer.own_function import said_by
-
-
-def is_importable(spec: str) -> bool:
-    """Tell whether ``module:function`` or ``file.py:function`` is of Python, and not another name
-    with a colon, such as that of a data set and its split."""
-    module = spec.partition(":")[0]
-    top = module.partition(".")[0]
-    return module.endswith(".py") or PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is not None
 
 
 def add_own_loss(config: TrainConfig) -> None:
@@ -79,12 +69,15 @@ def generated_tasks(spec: str, count: int, seed: int) -> list[Json]:
     function = load_function(spec, "agent.tasks")
     with said_by(function, "agent.tasks"):
         tasks = list(islice(function(seed), count))
+    if not tasks:
+        raise ConfigError(f"agent.tasks: {spec} yields no tasks")
     for number, task in enumerate(tasks, start=1):
         if not isinstance(task, dict):
             raise ConfigError(f"agent.tasks: {spec}: task {number} is {task!r:.80}, no object")
-    if not tasks:
-        raise ConfigError(f"agent.tasks: {spec} yields no tasks")
-    return tasks
+    try:  # as they are stored: tuples become lists
+        return [json.loads(json.dumps(task, allow_nan=False)) for task in tasks]
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"agent.tasks: {spec}: a task is no JSON: {error}") from None
 
 
 def _made_up_group() -> list[Member]:
