@@ -182,27 +182,37 @@ def test_a_process_that_forks_goes_on(collector: Collector) -> None:
     ]
 
 
-def test_an_agent_that_seeds_random_loses_nothing(collector: Collector) -> None:
+@pytest.mark.parametrize("first", ["theirs", "ours"])
+def test_an_agent_that_seeds_random_loses_nothing(collector: Collector, first: str) -> None:
+    setting, ours = "set_tracer_provider(provider)", "ours()"
+    before, later = (setting, ours) if first == "theirs" else (ours, setting)
     run(
         collector,
-        """
-        def emit_all():
-            with early.start_as_current_span("step"):
-                emit_reward(1)
+        f"""
+        def emit_all(tracer):
+            for _ in range(2):
+                random.seed(7)
+                with tracer.start_as_current_span("step"):
+                    emit_reward(1)
 
-        ours()
+        mine = provider.get_tracer("mine")
+        {before}
+        tracers = [early, mine, trace.get_tracer("late")]
+        if "{first}" == "theirs":
+            {later}
         with tracing("root"):
-            for _ in range(2):
-                random.seed(7)
-                emit_all()
-            set_tracer_provider(provider)
-            for _ in range(2):
-                random.seed(7)
-                emit_all()
+            for tracer in tracers:
+                emit_all(tracer)
+            if "{first}" == "ours":
+                {later}
+            for tracer in tracers:
+                emit_all(tracer)
         done()
         """,
     )
-    assert len({(span.trace_id, span.span_id) for span in collector.spans}) == 9
+    # Before it is ours, too, the application's provider keeps its spans.
+    alone = 2 if first == "ours" else 0
+    assert len({(span.trace_id, span.span_id) for span in collector.spans}) == 25 - alone
 
 
 def test_large_spans_leave_in_several_requests(collector: Collector) -> None:
@@ -214,7 +224,8 @@ def test_large_spans_leave_in_several_requests(collector: Collector) -> None:
             for _ in range(10):
                 emit("page", "é" * 2_000_000)
             with early.start_as_current_span("step") as span:
-                span.set_attribute("text", "語" * 3_000_000)
+                for name in ("prompt", "answer"):
+                    span.set_attribute(name, "語" * 3_000_000)
             emit_reward(1)
         done()
         """,

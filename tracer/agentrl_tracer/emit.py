@@ -18,7 +18,7 @@ from agentrl_tracer import conventions as wire
 from agentrl_tracer.schemas import REWARD_RANGE, is_reward
 from agentrl_tracer.tracing import AttemptTracing, encodable, logger, rollout_tracing
 
-_LONGEST_NOTE = 900_000  # characters; their JSON has at most LONGEST_ATTRIBUTE
+_LONGEST_NOTE = 450_000  # characters; their JSON has at most LONGEST_ATTRIBUTE
 
 
 def emit_reward(
@@ -72,7 +72,7 @@ def emit(name: str, data: Any = None, *, span: trace.Span | None = None) -> None
 
     Args:
         name: the note's name.
-        data: any JSON value; other values are noted as text. Of more than 900,000 characters of
+        data: any JSON value; other values are noted as text. Of more than 450,000 characters of
             JSON the beginning is kept, as text.
         span: the span that the note belongs to; the current one by default.
     """

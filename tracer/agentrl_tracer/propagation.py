@@ -138,8 +138,11 @@ def _patch_processes(module: ModuleType) -> None:
 def _start_process(
     wrapped: Any, process: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """A process that is spawned gets its object pickled, and with it the rollout's environment."""
-    if (rollout := chosen.get()) is not None:
+    """A process that is spawned gets its object pickled, and with it the rollout's environment.
+
+    That of a fork server may be of an earlier rollout.
+    """
+    if (rollout := current_rollout()) is not None:
         process._agentrl_environment = _Environment(_environment(rollout))
     wrapped(*args, **kwargs)
 

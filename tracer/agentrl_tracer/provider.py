@@ -22,23 +22,20 @@ from opentelemetry.sdk.trace import SpanLimits, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
-LONGEST_ATTRIBUTE = 2_000_000
-"""Characters, of at most 4 bytes each. The gateway accepts 8 MiB in a request."""
+LONGEST_ATTRIBUTE = 1_000_000
+"""Characters, of at most 4 bytes each."""
 
 _lock = threading.Lock()
 
 
-class _UniqueIds(RandomIdGenerator):
-    """Ids that stay unique when the agent seeds Python's ``random``, as RandomIdGenerator's don't.
+def _make_ids_unique() -> None:
+    """Keep ids unique in this process when the agent seeds Python's ``random``, their source.
 
-    Rollouts of one task may seed it alike, and ids tell their spans and rewards apart.
+    Rollouts of one task may seed it alike, and ids tell their spans and rewards apart. Tracers that
+    an application has taken hold generators already, so the class is changed.
     """
-
-    def generate_span_id(self) -> int:
-        return secrets.randbits(64) or 1
-
-    def generate_trace_id(self) -> int:
-        return secrets.randbits(128) or 1
+    RandomIdGenerator.generate_span_id = lambda self: secrets.randbits(64) or 1
+    RandomIdGenerator.generate_trace_id = lambda self: secrets.randbits(128) or 1
 
 
 class RolloutTracerProvider(TracerProvider):
@@ -55,9 +52,9 @@ class RolloutTracerProvider(TracerProvider):
         super().__init__(
             sampler=ALWAYS_ON,
             resource=resource,
-            id_generator=_UniqueIds(),
             span_limits=SpanLimits(max_attribute_length=LONGEST_ATTRIBUTE),
         )
+        _make_ids_unique()
         self.successor: TracerProvider | None = None
         self._processor = processor
         self.add_span_processor(processor)
@@ -85,8 +82,6 @@ class RolloutTracerProvider(TracerProvider):
             trace._set_tracer_provider = set_tracer_provider
 
     def _hand_over(self, theirs: TracerProvider) -> None:
-        if type(theirs.id_generator) is RandomIdGenerator:
-            theirs.id_generator = self.id_generator
         theirs.add_span_processor(self._processor)
         self.successor = theirs
 

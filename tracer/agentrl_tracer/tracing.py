@@ -42,12 +42,14 @@ from agentrl_tracer.propagation import (
     carry_into_threads,
     mark_requests,
 )
-from agentrl_tracer.provider import LONGEST_ATTRIBUTE, RolloutTracerProvider
+from agentrl_tracer.provider import RolloutTracerProvider
 
 logger = logging.getLogger("agentrl")
 
 _lock = threading.Lock()
 _active: SpanRouter | None = None
+_LONGEST_STATUS = 10_000  # characters
+_LARGEST_REQUEST = 2_000_000  # characters of attributes; the gateway accepts 8 MiB
 
 
 def rollout_tracing() -> AttemptTracing | None:
@@ -247,7 +249,7 @@ class SpanRouter(SpanProcessor):
         if not opened or context is None or not context.trace_flags.sampled:
             return  # what is recorded and not sampled is not exported either
         if said := span.status.description:  # of an exception, with half a character perhaps
-            span._status = Status(span.status.status_code, encodable(said))
+            span._status = Status(span.status.status_code, encodable(said[:_LONGEST_STATUS]))
         attempt = opened[1]
         with self._lock:
             attempt.ended += 1
@@ -291,7 +293,7 @@ def _requests(spans: list[ReadableSpan]) -> Iterator[list[ReadableSpan]]:
         size = sum(
             _length(some) for some in (span.attributes, *(e.attributes for e in span.events))
         )
-        if request and length + size > LONGEST_ATTRIBUTE:
+        if request and length + size > _LARGEST_REQUEST:
             yield request
             request, length = [], 0
         request.append(span)

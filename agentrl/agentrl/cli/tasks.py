@@ -14,17 +14,16 @@ from agentrl.runner.agent_spec import parse_agent, unknown_placeholders
 from agentrl.runner.coding_tasks.harbor import PREFIX, harbor_tasks
 from agentrl.runner.coding_tasks.sandbox import check_bubblewrap
 from agentrl.runner.coding_tasks.task import is_coding_task, parse_task
+from agentrl.runs.folder import RunFolder
+from agentrl.training.resume import tasks_kept
 from agentrl.training.setup.own_functions import generated_tasks
 from agentrl_tracer.schemas import Json
 
 
-def training_tasks(config: TrainConfig, at_least: int = 0) -> list[Json]:
+def training_tasks(config: TrainConfig, resumed: RunFolder | None = None) -> list[Json]:
     """Return the tasks of a training: those of its file, or what its generator yields for its seed.
 
-    A generator is asked for as many tasks as the run's steps take.
-
-    Args:
-        at_least: tasks that a generator has yielded before, in a run that goes on.
+    A generator is asked for as many tasks as the run's steps take, or took before it is resumed.
 
     Raises:
         ConfigError: as ``read_tasks``, or a generator without ``run.steps``.
@@ -35,7 +34,8 @@ def training_tasks(config: TrainConfig, at_least: int = 0) -> list[Json]:
     if config.run.steps is None:
         raise ConfigError(f"run.steps: is missing; {source} may yield tasks without end")
     count = config.run.steps * config.rollouts.batch_size
-    return generated_tasks(source, max(count, at_least), config.run.seed)
+    count = max(count, tasks_kept(resumed) if resumed else 0)
+    return generated_tasks(source, count, config.run.seed)
 
 
 def read_tasks(path: Path, field: str, agent: AgentSettings) -> list[Json]:

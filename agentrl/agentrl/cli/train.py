@@ -31,13 +31,7 @@ from agentrl.scoring.functions import load_functions
 from agentrl.supervisor import SupervisedProcess
 from agentrl.timing import heavy_imports
 from agentrl.training.queue.curriculum import Curriculum
-from agentrl.training.resume import (
-    check_resume,
-    go_back,
-    return_to_start,
-    tasks_kept,
-    tell_changes,
-)
+from agentrl.training.resume import check_resume, go_back, return_to_start, tell_changes
 from agentrl.training.session import Session
 from agentrl.training.setup.initial_adapters import new_run
 from agentrl.training.setup.own_functions import add_own_loss, own_estimator
@@ -103,7 +97,7 @@ def _train(
         return_to_start(folder, print_line)
     validate_agent(config.agent.entrypoint, other_python=config.agent.python is not None)
     rewards = load_functions(config.rewards)
-    tasks = training_tasks(config, tasks_kept(folder) if folder else 0)
+    tasks = training_tasks(config, folder)
     held_out = config.evaluation.tasks
     eval_tasks = read_tasks(held_out, "evaluation.tasks", config.agent) if held_out else []
     # Before config.json holds the setting: every later --resume would fail.

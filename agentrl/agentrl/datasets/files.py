@@ -150,6 +150,8 @@ def _checked(data: Any, where: str) -> Json:
     for name, value in data.items():
         try:
             json.dumps(value, allow_nan=False)
-        except (TypeError, ValueError) as error:  # a date, bytes, or NaN
+        except TypeError as error:  # a date, or bytes
             raise ValueError(f"{where}: {name}: {error}; store it as text") from error
+        except ValueError as error:
+            raise ValueError(f"{where}: {name} holds NaN or an infinity; write null") from error
     return data

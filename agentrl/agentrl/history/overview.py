@@ -101,13 +101,10 @@ def alerts_of(metrics: Mapping[int, Mapping[str, float]]) -> dict[str, list[int]
     return found
 
 
-def share_by_phase(
-    metrics: Mapping[int, Mapping[str, float]], phases: Sequence[str]
-) -> dict[str, float]:
-    """Return each phase's share of the time of all phases, over the steps in ``metrics``."""
-    seconds: dict[str, float] = {
-        phase: sum(row.get(f"seconds/{phase}", 0.0) for row in metrics.values()) for phase in phases
-    }
+def share_by_phase(run: OpenRun, phases: Sequence[str]) -> dict[str, float]:
+    """Return each phase's share of the time of all phases, over all steps."""
+    sums = run.store.metric_sums(run.id, [f"seconds/{phase}" for phase in phases])
+    seconds = {phase: sums.get(f"seconds/{phase}", 0.0) for phase in phases}
     total = sum(seconds.values())
     return {phase: value / total for phase, value in seconds.items()} if total else {}
 

@@ -15,8 +15,10 @@ from typing import Any
 
 from agentrl_tracer.schemas import AttemptState
 
+GRACE_S = 2.0
+"""Between SIGTERM, or a cancellation, and SIGKILL."""
 HARBOR_GRACE_S = 30.0
-"""For Harbor, to remove a trial's containers."""
+"""For Harbor besides, to remove a trial's containers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +49,8 @@ class RunnerConfig:
 
     @property
     def grace_s(self) -> float:
-        """Return the time between SIGTERM, or a cancellation, and SIGKILL."""
-        return 2.0 + (HARBOR_GRACE_S if self.agent.startswith("harbor:") else 0.0)
+        """Return the time that an attempt has to end, once it is asked to."""
+        return GRACE_S + (HARBOR_GRACE_S if self.agent.startswith("harbor:") else 0.0)
 
     @property
     def gateway(self) -> str:

@@ -31,7 +31,7 @@ from agentrl.runner.agent_process.external_python import become
 from agentrl.runner.attempt_log import AttemptLog, open_log
 from agentrl.runner.probes import GatewayProbe, QueueWatch
 from agentrl.runner.processes import ForkedChild, adopt_orphans, kill_children
-from agentrl.runner.protocol import AttemptEnding, RunnerConfig, send
+from agentrl.runner.protocol import GRACE_S, AttemptEnding, RunnerConfig, send
 from agentrl.runner.store_process import StoreClient
 from agentrl_tracer.schemas import AttemptState, CallState, Claim
 
@@ -245,7 +245,9 @@ class Worker:
         if running.cause is not None or self._process is None:
             return
         running.cause = AttemptEnding(state, error)
-        running.deadline = time.monotonic() + self._config.grace_s
+        # The pool does not wait for long either when it stops its workers.
+        grace_s = GRACE_S if self._stopping else self._config.grace_s
+        running.deadline = time.monotonic() + grace_s
         if self._config.concurrency == 1:
             self._process.signal(signal.SIGTERM)
         else:

@@ -10,7 +10,7 @@ from ui_pages import Recorded
 
 from agentrl.config.errors import ConfigError
 from agentrl.history.notes import Notes, read_notes, write_notes
-from agentrl.history.overview import alerts_of, phase_spans, progress_of, share_by_phase
+from agentrl.history.overview import alerts_of, phase_spans, progress_of
 from agentrl.history.sources import OpenRun, Sources
 from agentrl.runs.circumstances import note_start
 from agentrl.runs.folder import RunFolder
@@ -36,12 +36,9 @@ def test_remaining_time_is_the_median_step_times_the_steps_left(
     assert progress_of(planned, "finished").seconds_left is None
 
 
-def test_alerts_are_gathered_and_shares_of_time_add_up_to_one() -> None:
+def test_alerts_are_gathered() -> None:
     rows = {4: {"alert/truncation": 1.0}, 5: {"alert/truncation": 1.0, "a/alert/kl": 1.0, "x": 1.0}}
     assert alerts_of(rows) == {"truncation": [4, 5], "a/kl": [5]}
-    seconds = {1: {"seconds/rollouts": 3.0, "seconds/update": 1.0}, 2: {"seconds/update": 4.0}}
-    assert share_by_phase(seconds, ["rollouts", "update"]) == {"rollouts": 0.375, "update": 0.625}
-    assert share_by_phase({}, ["rollouts"]) == {}
 
 
 def test_notes_change_only_what_is_given_and_damage_is_not_overwritten(tmp_path: Path) -> None:

@@ -156,6 +156,13 @@ class RunStore(VerdictStore):
             found.setdefault(step, {})[name] = value
         return found
 
+    def metric_sums(self, run_id: str, names: Collection[str]) -> dict[str, float]:
+        """Return the sum of each metric over all steps."""
+        m = t.metrics.c
+        query = sa.select(m.name, sa.func.sum(m.value)).where(m.run_id == run_id)
+        query = query.where(self.db.among(m.name, names)).group_by(m.name)
+        return {row[0]: row[1] for row in self.db.fetch_rows(query)}
+
     def logged_at(self, run_id: str, name: str, last: int) -> dict[int, float]:
         """Return when a metric of the newest ``last`` steps was logged, steps ascending."""
         m = t.metrics.c

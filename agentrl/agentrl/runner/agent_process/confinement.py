@@ -52,8 +52,8 @@ def check_confinement(config: RunnerConfig) -> None:
             raise ValueError("agent.sandbox: bubblewrap is not installed: apt install bubblewrap")
         if shown := set(_masked(config)) & set(map(os.path.realpath, _needed(config))):
             raise ValueError(
-                f"agent.sandbox: the agent is to run or lies in {shown.pop()}, which the sandbox "
-                "hides: use a folder of its own"
+                f"agent.sandbox: {shown.pop()}, which the sandbox hides, is the current folder, or "
+                "that of the agent's file or of Python's modules; use a folder of its own"
             )
         python = config.python or sys.executable
         if why := _fails([*sandbox_command(config), python, "-c", "import json"], user):

@@ -164,8 +164,8 @@ def _relay_to(gateway: str, asked: threading.Event) -> Iterator[Path]:
     """
     try:
         from agentrl.runner.coding_tasks.guard import pass_requests as forward
-    except ImportError:
-        raise ValueError(f"{sys.executable} lacks h11: pip install h11") from None
+    except ModuleNotFoundError as missing:
+        raise ValueError(f"{sys.executable}: {missing}; pip install {missing.name}") from None
     parts = urlsplit(gateway)
     if parts.scheme != "http":
         raise ValueError('limits.network: the gateway speaks https; say {"network": true}')
@@ -233,7 +233,9 @@ def _package(executable: str) -> Iterable[str]:
     folder = Path(executable).parent
     prefix, home = folder.parent, Path.home()
     of_user = [home, home.resolve(), home / ".local", home.resolve() / ".local", Path.cwd()]
-    if folder.name in ("bin", "shims") and not any(one.is_relative_to(prefix) for one in of_user):
+    is_package = folder.name in ("bin", "shims")
+    is_package &= not any(one.is_relative_to(prefix) for one in of_user)
+    if is_package or (prefix / "pyvenv.cfg").is_file():
         yield str(prefix)
     else:
         yield executable

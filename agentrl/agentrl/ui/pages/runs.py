@@ -57,7 +57,6 @@ def overview(run: OpenRun) -> dict[str, Any]:
     row, config = run.current(), run.folder.read_config()
     adapters = list(config.get("adapters") or ())
     metrics, every = thinned_metrics(run, metric_names(adapters))
-    seconds = run.store.metrics(run.id, [f"seconds/{phase}" for phase in PHASES])
     intervals = {step: success(found)[1:] for step, found in known_outcomes(run).items()}
     kept = run.store.accounting(run.id)
     held, there = run.index.progress()  # before what is read from it
@@ -73,7 +72,7 @@ def overview(run: OpenRun) -> dict[str, Any]:
             intervals,
             phase_spans(run),
             adapters,
-            share_by_phase(seconds, PHASES),
+            share_by_phase(run, PHASES),
         ),
         "books": books(run.path, kept) if kept.proxied or kept.recorded else None,
         "kept": kept,

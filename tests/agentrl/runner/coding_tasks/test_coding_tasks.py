@@ -17,6 +17,7 @@ import pytest
 from runner_harness import RunnerHarness
 
 from agentrl.runner.coding_tasks import sandbox, workspace
+from agentrl.runner.coding_tasks.printed import Printed
 from agentrl.runner.coding_tasks.scoring import rewards, score
 from agentrl.runner.coding_tasks.task import parse_task
 from agentrl_tracer.conventions import NOTE_DATA, NOTE_NAME
@@ -170,6 +171,12 @@ def test_of_folders_with_other_files_a_program_is_shown_alone(
         (tmp_path / place).mkdir(parents=True)
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.chdir(project)
+    (project / "venv-here/bin").mkdir(parents=True)
+    (project / "pyvenv.cfg").touch()
+    monkeypatch.chdir(project / "venv-here")
+    assert [*sandbox._package(str(project / "bin/python"))] == [str(project)]
+    (project / "pyvenv.cfg").unlink()
+    monkeypatch.chdir(project)
     shown = {
         "home/bin/agent": ["home/bin/agent"],
         "home/.local/bin/agent": ["home/.local/bin/agent", "home/.local/lib"],
@@ -185,14 +192,20 @@ def test_of_folders_with_other_files_a_program_is_shown_alone(
     assert [*sandbox._package("/bin/sh")] == ["/bin/sh"]
 
 
-def test_what_tests_print_is_kept_within_bounds(commands: RunnerHarness) -> None:
-    printing = "echo first; head -c 5000000 /dev/zero | tr '\\0' x; echo; echo 3/4"
-    attempt = attempt_of(commands, "head -c 5000000 /dev/zero > large", test=printing)
-    assert commands.values(attempt) == [0.75], attempt.error
-    output = notes_of(commands, attempt)["tests"]["output"]
-    assert output.startswith("first\n")
-    assert output.endswith("3/4\n")
-    assert len(output) < 50_000
+def test_of_long_output_the_beginning_and_the_end_are_kept() -> None:
+    printed = Printed()
+    subprocess.run(
+        ["sh", "-c", "echo first; head -c 5000000 /dev/zero | tr '\\0' x; echo; echo 3/4"],
+        stdout=printed.pipe,
+        check=True,
+    )
+    printed.close()
+    text = printed.text()
+    assert text.startswith("first\nxxx")
+    assert text.endswith("xxx\n3/4\n")
+    cut = 5_000_000 + len("first\n" + "\n3/4\n") - 2 * 2**20
+    assert f"x\n... {cut} bytes ...\nx" in text
+    assert len(text) < 2 * 2**20 + 100
 
 
 @needs_bwrap
