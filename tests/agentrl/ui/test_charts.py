@@ -45,11 +45,12 @@ def test_each_of_several_adapters_has_its_own_curves() -> None:
         "reward/mean": 0.5, "a/reward/mean": 0.4, "a/loss": 1.0, "b/loss": 2.0,
         "a/clip_fraction": 0, "staleness/mean": 0,
     }  # fmt: skip
-    found = run_charts("/runs/r", {1: row}, {}, [], ["a", "b"])
+    shares = {"rollouts": 0.75, "update": 0.25}
+    found = run_charts("/runs/r", {1: row}, {}, [], ["a", "b"], shares)
     columns = {one["id"]: one["columns"] for one in found}
     assert columns["loss"] == ["step", "a/loss", "b/loss"]
     assert columns["reward"] == ["step", "mean", "a"]
-    assert "clip" in columns
+    assert {"clip", "phases"} <= columns.keys()
     assert "staleness" not in columns  # it is always zero
     assert row.keys() <= metric_names(["a", "b"])
     assert "a/alert/truncation" in metric_names(["a", "b"])
