@@ -90,7 +90,7 @@ def test_half_a_character_loses_nothing(collector: Collector) -> None:
         with tracing.tracing("agent"):
             emit_reward(1.0, explanation=half)
             emit("note", half)
-            raise ValueError(half + "x" * 5_000_000)
+            raise ValueError(half + "x" * 9_000_000)
 
     with pytest.raises(ValueError, match="cut"):
         agent()

@@ -163,6 +163,27 @@ def test_what_is_spawned_in_a_process_of_several_rollouts(
     assert ours == ["agentrl.reward"]
 
 
+def test_a_fork_server_starts_processes_of_the_rollout_whose_turn_it_is(
+    collector: Collector,
+) -> None:
+    say = "import os; from agentrl import emit; emit('of', os.environ['AGENTRL_ATTEMPT_ID'])"
+    run(
+        collector,
+        f"""
+        import multiprocessing, os
+
+        for attempt in ("first", "second"):
+            os.environ["AGENTRL_ATTEMPT_ID"] = attempt
+            ours()
+            child = multiprocessing.get_context("forkserver").Process(target=exec, args=({say!r},))
+            child.start()
+            child.join()
+        """,
+    )
+    said = [span.attributes["agentrl.note.data"] for span in collector.spans]
+    assert said == ['"first"', '"second"']
+
+
 def test_a_process_that_forks_goes_on(collector: Collector) -> None:
     """Nothing else is imported: what other modules import can hide a deadlock of the child."""
     agent = """

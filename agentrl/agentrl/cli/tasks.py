@@ -11,9 +11,10 @@ from agentrl.config.settings.agent import AgentSettings
 from agentrl.console.output import print_sentences
 from agentrl.datasets.files import load_tasks
 from agentrl.runner.agent_spec import parse_agent, unknown_placeholders
-from agentrl.runner.coding_tasks.harbor import PREFIX, harbor_tasks
+from agentrl.runner.coding_tasks.harbor import harbor_tasks
 from agentrl.runner.coding_tasks.sandbox import check_bubblewrap
 from agentrl.runner.coding_tasks.task import is_coding_task, parse_task
+from agentrl.runner.protocol import HARBOR
 from agentrl.runs.folder import RunFolder
 from agentrl.training.resume import tasks_kept
 from agentrl.training.setup.own_functions import generated_tasks
@@ -44,7 +45,7 @@ def read_tasks(path: Path, field: str, agent: AgentSettings) -> list[Json]:
     Raises:
         ConfigError: the file cannot be read, or a task with tests cannot be run.
     """
-    if agent.entrypoint.startswith(PREFIX):
+    if agent.entrypoint.startswith(HARBOR):
         try:
             settings = ("agent", "environment", "command", "host")
             return harbor_tasks(path, {one: getattr(agent, f"harbor_{one}") for one in settings})

@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from agentrl.runner.coding_tasks.task import is_coding_task, visible
-from agentrl.runner.protocol import AttemptFailed
+from agentrl.runner.protocol import HARBOR, AttemptFailed
 from agentrl_tracer.schemas import Json
 
 _ALLOWED = (
@@ -64,7 +64,7 @@ def parse_agent(spec: str) -> AgentSpec:
     text = spec.strip()
     if not text:
         raise AgentSpecError(spec, "it is empty")
-    if text.startswith("harbor:"):
+    if text.startswith(HARBOR):
         return AgentSpec("module", "agentrl.runner.coding_tasks.harbor", "run_trial")
     has_space = any(c.isspace() for c in text)
     command = text.removeprefix("-- ")

@@ -17,6 +17,8 @@ from agentrl_tracer.schemas import AttemptState
 
 GRACE_S = 2.0
 """Between SIGTERM, or a cancellation, and SIGKILL."""
+HARBOR = "harbor:"
+"""Begins the ``agent`` setting: ``harbor:PATH`` of a task or a folder of tasks."""
 HARBOR_GRACE_S = 30.0
 """For Harbor besides, to remove a trial's containers."""
 
@@ -50,7 +52,7 @@ class RunnerConfig:
     @property
     def grace_s(self) -> float:
         """Return the time that an attempt has to end, once it is asked to."""
-        return GRACE_S + (HARBOR_GRACE_S if self.agent.startswith("harbor:") else 0.0)
+        return GRACE_S + (HARBOR_GRACE_S if self.agent.startswith(HARBOR) else 0.0)
 
     @property
     def gateway(self) -> str:

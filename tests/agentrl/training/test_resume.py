@@ -19,7 +19,7 @@ from agentrl.config.loading import load
 from agentrl.config.setting_names import flattened
 from agentrl.config.settings.learning import VerlSettings
 from agentrl.runs.folder import RunFolder
-from agentrl.training.resume import check_resume, go_back
+from agentrl.training.resume import check_resume, checkpoint_of, go_back
 from agentrl.training.session import Session
 from agentrl_tracer.store import Store
 
@@ -246,3 +246,8 @@ def test_a_run_goes_back_to_a_kept_step(tmp_path: Path) -> None:
     # The gateway loads the newest that the store names, before the run is restored.
     assert [one.version for one in store.latest_adapters(run_id)] == [4]
     store.close()
+
+
+def test_a_run_that_was_never_evaluated_has_no_best_step(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"resume: .* was never evaluated"):
+        checkpoint_of(RunFolder(tmp_path), "best", "resume")

@@ -18,7 +18,7 @@ from pathlib import Path
 import agentrl
 import agentrl_tracer
 from agentrl.runner.agent_spec import parse_agent
-from agentrl.runner.bubblewrap import without_privileges
+from agentrl.runner.coding_tasks.sandbox import without_privileges
 from agentrl.runner.protocol import RunnerConfig
 
 _CHECK_S = 30.0

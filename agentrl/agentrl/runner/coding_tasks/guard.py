@@ -27,9 +27,18 @@ def pass_requests(client: socket.socket, server: socket.socket) -> None:
         while left or not ended:
             left, ended = _pass_one(client, server, left, ended)
     except _Forbidden:
-        client.sendall(_ANSWER % b"403 Forbidden")
+        _refuse(client, server, b"403 Forbidden")
     except h11.ProtocolError:
-        client.sendall(_ANSWER % b"400 Bad Request")
+        _refuse(client, server, b"400 Bad Request")
+
+
+def _refuse(client: socket.socket, server: socket.socket, why: bytes) -> None:
+    """Answer, and end the connection; what is left unread would reset it before the answer."""
+    server.shutdown(socket.SHUT_WR)
+    client.sendall(_ANSWER % why)
+    client.shutdown(socket.SHUT_WR)
+    while client.recv(65536):
+        pass
 
 
 def _pass_one(

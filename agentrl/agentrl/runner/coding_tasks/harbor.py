@@ -21,8 +21,6 @@ from agentrl.runner.protocol import HARBOR_GRACE_S, AttemptFailed
 from agentrl_tracer.emit import emit, emit_reward
 from agentrl_tracer.schemas import AttemptState, Json
 
-PREFIX = "harbor:"
-"""Begins the ``agent`` setting: ``harbor:PATH`` of a task or a folder of tasks."""
 _ANTHROPIC = ("claude-code",)
 """Harbor's agents that speak to Anthropic's API."""
 _LATE = ("AgentTimeoutError",)

@@ -22,7 +22,6 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import agentrl
-from agentrl.runner.bubblewrap import without_privileges
 from agentrl.runner.coding_tasks.printed import Printed
 from agentrl.runner.coding_tasks.relay import relay
 from agentrl.runner.processes import adopt_orphans, kill_children
@@ -36,6 +35,8 @@ _PROGRAMS = (
     "python3", "python", "node", "bash", "git",
     "aider", "claude", "codex", "gemini", "mini", "opencode", "qwen",
 )  # fmt: skip
+_OF_FILES = ("CAP_CHOWN", "CAP_DAC_OVERRIDE", "CAP_FOWNER")
+_OF_THE_SYSTEM = ("/proc/bus", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger")
 OF_TESTS = ("PATH", "LANG", "LC_ALL", "TZ")
 """Variables that tests see."""
 _MORE = "AGENTRL_SANDBOX_PATHS"
@@ -202,6 +203,22 @@ def _bubblewrap(place: Place, command: Sequence[str], *, network: bool) -> list[
         words += ["--bind", path, path]
     words += ["--chdir", str(place.work), "--unshare-pid", "--unshare-ipc", "--die-with-parent"]
     return [*words, *([] if network else ["--unshare-net"]), "--"]
+
+
+def without_privileges(*, root: bool) -> list[str]:
+    """Return the options that take the command's privileges; they follow ``--proc``.
+
+    Bubblewrap leaves root its own, with which a command could undo the mounts that hide files.
+    Root keeps those over other users' files, which a mount stops.
+
+    Args:
+        root: the command runs as root.
+    """
+    words = ["--cap-drop", "ALL"]
+    if root:
+        words += [word for one in _OF_FILES for word in ("--cap-add", one)]
+        words += [word for path in _OF_THE_SYSTEM for word in ("--ro-bind-try", path, path)]
+    return words
 
 
 def _installed(command: Sequence[str]) -> Iterable[str]:
