@@ -16,7 +16,7 @@ from agentrl_trainer.inference.linear_products import on_intel
 from agentrl_trainer.learner.learner import default_token_budget
 from agentrl_trainer.learner.logprobs import MAX_LOGITS
 from agentrl_trainer.models.lora import lora_config, model_without_weights
-from agentrl_trainer.models.lora_product import joined_mlps
+from agentrl_trainer.models.lora_product import width_computed_again
 from agentrl_trainer.models.lora_targets import no_false_warnings, resolve_targets
 from agentrl_trainer.models.moe import expert_count
 
@@ -113,15 +113,14 @@ def estimate_memory(
     active, activation = expert_count(config, ("num_experts_per_tok", "num_experts_per_token")), 0
     # Of a token, layers keep what each adapted one reads and writes, those of its experts, which
     # are stacked, as well. Inputs that layers share count for each of them: norms and products of
-    # the MLP keep as much. Adapters compute in float32, on a copy of what they read. The input that
-    # a joined MLP computes again is not kept.
+    # the MLP keep as much. Adapters compute in float32, on a copy of what they read.
     for name, matrix in lora.items():
         reads = "lora_A" in name
         width, ranks = matrix.shape[::-1] if reads else matrix.shape
         copied = 4 if reads and size < 4 else 0
         activation += width * (size + copied) * (active if ranks > rank else 1) + reads * 4 * rank
     if size == 4 and not load_in_4bit and parts is None:
-        activation -= size * sum(mlp.down_proj.in_features for mlp in joined_mlps(attached))
+        activation -= size * width_computed_again(attached)
     if gradient_checkpointing:  # the input of each layer, and all of one
         layers = config.num_hidden_layers
         activation = activation // layers + layers * config.hidden_size * size
@@ -132,12 +131,12 @@ def estimate_memory(
         f"activations of {tokens} tokens": activation * tokens + logits,
     }
     if cached:
-        # A small model's sampler merges each version into a copy of the weights; on a CPU it may
-        # hold them packed as well.
+        # A small model's sampler merges each version into a copy of the linear layers, and may hold
+        # that packed as well on a CPU.
         merges = size == 4 and count < MERGE_BELOW and not load_in_4bit and not expert_count(config)
         held = 2 if merges and on_cpu and not on_intel() else 1
         version = linear * held * adapters if merges else adapter
-        found["sampler"] = weights * held + _VERSIONS * 4 * version
+        found["sampler"] = weights + _VERSIONS * 4 * version
         heads = getattr(config, "num_attention_heads", 0)  # 0: a state space, without keys
         width = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
         shared = getattr(config, "num_key_value_heads", None) or heads

@@ -78,11 +78,11 @@ def test_weights_are_packed_when_they_are_used(engine_of, monkeypatch) -> None:
     base = as_base(qwen3())
     plain = copy.deepcopy(base.model)
     engine = engine_of(base)
-    products = engine._scheduler.forward.base_products
-    assert not any("packed" in vars(product) for product in products), "the trial's are freed"
+    made = engine._scheduler.forward._made
+    assert not made, "the trial's are freed"
     answer = Asked(engine, list(range(20)), SampleParams(max_tokens=8)).one()
     assert worst_difference(plain, list(range(20)), answer) < 1e-5
-    assert any("packed" in vars(product) for product in products)
+    assert any("packed" in vars(product) for product in made.values())
 
 
 def test_an_adapter_of_some_layers_comes_and_goes(engine, base, tmp_path: Path) -> None:
@@ -94,6 +94,36 @@ def test_an_adapter_of_some_layers_comes_and_goes(engine, base, tmp_path: Path) 
         answer = Asked(engine, [1, 2, 3], SampleParams(max_tokens=150, seed=1), name).one()
         assert worst_difference(reference, [1, 2, 3], answer) < 2e-5
     assert worst_difference(plain, [1, 2, 3], answer) > 0.1  # it is no small adapter
+
+
+def test_merged_weights_are_freed_at_rest_and_made_again(engine, base, tmp_path: Path) -> None:
+    plain = copy.deepcopy(base.model)
+    adapted = make_adapter(base, tmp_path / "v1", 0, ["k_proj", "up_proj"])
+    engine.load_adapter("policy", 1, tmp_path / "v1").result(30)
+    asked = ("policy", adapted), (None, plain)
+    lean = engine._scheduler.forward
+    version = engine._scheduler.current["policy"].weights
+
+    def check_both() -> None:
+        for name, reference in asked:
+            answer = Asked(engine, [1, 2, 3], SampleParams(max_tokens=50, seed=1), name).one()
+            assert worst_difference(reference, [1, 2, 3], answer) < 2e-5
+
+    check_both()
+    assert version.weights
+    assert version.products
+    assert lean._made
+    engine.drop_prefixes().result(30)
+    assert not any((version.weights, version.products, lean.products, lean._made))
+    own = base.model.model.layers[0].self_attn.k_proj.weight
+    assert torch.equal(own, plain.model.layers[0].self_attn.k_proj.weight)
+    check_both()
+
+    running = Asked(engine, [1, 2, 3], SampleParams(max_tokens=400, seed=1), "policy")
+    running.first.wait(30)
+    engine.drop_prefixes().result(30)
+    assert version.products, "they are in use"
+    running.cancel()
 
 
 def test_many_rows_of_mixed_lengths_while_an_adapter_is_swapped(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from peft.tuners.lora.layer import Linear
 from small_models import as_base, llama, lora_b_from
-from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from agentrl_trainer.models.lora import adapter_parameters, attach_adapter, lora_config
 from agentrl_trainer.models.lora_product import GatedLoraLinear, LoraLinear
@@ -38,11 +38,12 @@ def test_logits_and_gradients_are_those_of_peft(
     ours = computed()
     layers = [module for module in model.modules() if isinstance(module, Linear)]
     mlps = [module for module in model.modules() if isinstance(module, LlamaMLP)]
+    norms = [module for module in model.modules() if isinstance(module, LlamaRMSNorm)]
     # An adapter of another precision than its layer's is left to PEFT.
     same = dtype == torch.float32
     assert joined.count(GatedLoraLinear) == (len(mlps) if same else 0)
     assert joined.count(LoraLinear) == (len(layers) - len(mlps) if same else 0)
-    for module in [*layers, *mlps]:
+    for module in [*layers, *mlps, *norms]:
         del module.forward
     theirs = computed()
     assert len(ours) == len(theirs) == 1 + 2 * len(layers) == 29

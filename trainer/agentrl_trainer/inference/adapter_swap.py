@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -41,13 +41,15 @@ MERGE_BELOW = 200_000_000
 _serial = itertools.count()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class PreparedAdapter:
     """An adapter version read from disk, ready to be used on the engine's thread."""
 
     folder: Path
+    loras: dict[str, tuple[torch.Tensor, torch.Tensor, float]] = field(default_factory=dict)
+    """What ``read_lora`` returns, where weights are merged."""
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Merged: adapted weight by module name. Unmerged: empty."""
+    """Merged: adapted weight by module name, made again where it is empty. Unmerged: empty."""
     products: Sequence[FusedLinear | Int8Linear] | None = None
     """The same weights for ``LlamaCpuForward``, if that runs the model."""
     key: str = field(default_factory=lambda: f"v{next(_serial)}")
@@ -82,6 +84,10 @@ class AdapterWeights(ABC):
     def drop(self, prepared: PreparedAdapter) -> None:
         if prepared is self._active:
             self.activate(None)
+
+    def rest(self, adapters: Iterable[PreparedAdapter]) -> None:
+        """Free what the next use of these adapters, or of the base model, makes again."""
+        return
 
     @abstractmethod
     def _use(self, prepared: PreparedAdapter | None) -> None: ...
@@ -121,27 +127,43 @@ class MergedWeights(AdapterWeights):
         # The Parameters stay; only the storage they point at changes.
         self._original = {name: m.weight.data for name, m in self._adapted.items()}
 
-    @torch.no_grad()
     def prepare(self, folder: Path) -> PreparedAdapter:
-        merged: dict[str, torch.Tensor] = {}
-        for name, (a, b, scale) in read_lora(folder).items():
+        loras = read_lora(folder)
+        for name, (a, b, scale) in loras.items():
             if isinstance(self._adapted.get(name), Conv1D):  # GPT-2's: its weight is [in, out]
                 a, b = b.T, a.T
             shape = tuple(self._original[name].shape) if name in self._original else None
             check_fits(folder, name, shape, (b.shape[0], a.shape[1]))
+            loras[name] = a, b, scale
+        self._merge(prepared := PreparedAdapter(folder, loras))
+        return prepared
+
+    @torch.inference_mode(False)  # no Parameter takes the data of a tensor of that mode
+    @torch.no_grad()
+    def _merge(self, prepared: PreparedAdapter) -> None:
+        for name, (a, b, scale) in prepared.loras.items():
             weight = self._original[name]
             update = (b.to(weight.device).float() @ a.to(weight.device).float()) * scale
-            merged[name] = (weight.float() + update).to(weight.dtype)
-        products = self._lean.adapted(merged) if self._lean is not None else None
-        return PreparedAdapter(folder, merged, products)
+            prepared.weights[name] = (weight.float() + update).to(weight.dtype)
+        if self._lean is not None:
+            prepared.products = self._lean.adapted(prepared.weights)
+
+    def rest(self, adapters: Iterable[PreparedAdapter]) -> None:
+        self.activate(None)
+        for prepared in adapters:
+            prepared.weights, prepared.products = {}, None
+        if self._lean is not None:
+            self._lean.free_base()
 
     def _use(self, prepared: PreparedAdapter | None) -> None:
+        if prepared and not prepared.weights:
+            self._merge(prepared)
         weights = prepared.weights if prepared else {}
         before = self._active.weights if self._active else {}
         for name in before.keys() | weights.keys():
             self._adapted[name].weight.data = weights.get(name, self._original[name])
         if self._lean is not None:
-            self._lean.products = (prepared and prepared.products) or self._lean.base_products
+            self._lean.products = prepared and prepared.products
 
 
 class Int8Weights(AdapterWeights):

@@ -83,7 +83,9 @@ class SamplerEngine:
         """
         self.base = base
         unmerged = why_not_merged(base, math.inf if int8 else merge_below)
-        chosen = on_own_thread(choose_forward, base, llama_cpu=unmerged is None)
+        chosen = on_own_thread(
+            choose_forward, base, llama_cpu=unmerged is None, keep_weights=not int8
+        )
         self.strategy, forward, refused = chosen
         """Name of the forward strategy: see docs/models.md."""
         self.why_not_lean = unmerged or refused
@@ -97,8 +99,9 @@ class SamplerEngine:
             on_own_thread(lean.quantize)
             self._weights = Int8Weights(base, lean)
         else:
-            for product in lean.base_products if lean is not None else ():
-                product.unpack()  # the trial's; most runs sample from adapters alone
+            if lean is not None:
+                lean.free_base()  # the trial's; most runs sample from adapters alone
+                return_freed_memory()
             self._weights = PeftWeights(base) if unmerged else MergedWeights(base, lean)
         self._pool = KVPool(kv_tokens or default_budget(base, forward.bytes_per_token))
         self._vocab = vocabulary(base)
@@ -225,7 +228,8 @@ class SamplerEngine:
     def drop_prefixes(self) -> Future[None]:
         """Free what is kept of finished sequences, which later prompts might have continued.
 
-        Memory goes back to the system where the C library can do that (glibc).
+        If nothing is sampled, free merged weights too, which the next request makes again. Memory
+        goes back to the system where the C library can do that (glibc).
         """
         return self._command(self._drop_prefixes)
 
@@ -288,7 +292,7 @@ class SamplerEngine:
     # -- the engine's thread --------------------------------------------------------------------
 
     def _drop_prefixes(self) -> None:
-        self._pool.drop_all()
+        self._scheduler.rest()
         return_freed_memory()
 
     def _run(self) -> None:

@@ -41,7 +41,6 @@ its chunks. ``new_rows`` made the parts' rows, which are different ones.
 """
 
 STRATEGIES: tuple[tuple[str, float, Callable[[BaseModel, dict[str, Any]], Forward]], ...] = (
-    ("llama cpu", 1e-4, LlamaCpuForward),
     ("batched", 2e-4, BatchedForward),
     ("batched", 2e-4, partial(BatchedForward, by_rule=True)),
     ("row by row", 2e-4, partial(RowByRowForward, past=Past.CHUNKS)),
@@ -57,10 +56,13 @@ top of it, which shows best directly behind them; the rows are longer than shrun
 
 
 @torch.inference_mode()
-def choose_forward(base: BaseModel, *, llama_cpu: bool) -> tuple[str, Forward, str | None]:
+def choose_forward(
+    base: BaseModel, *, llama_cpu: bool, keep_weights: bool = True
+) -> tuple[str, Forward, str | None]:
     """Return the first strategy that computes what a plain run of the model does, and its name.
 
     Also returns why ``LlamaCpuForward`` was refused, None if it was not (or ``llama_cpu`` is off).
+    ``keep_weights`` is for it.
 
     Raises:
         ModelError: no strategy reproduces a plain run.
@@ -69,6 +71,8 @@ def choose_forward(base: BaseModel, *, llama_cpu: bool) -> tuple[str, Forward, s
     accepted = inspect.signature(type(model).forward).parameters
     options = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
     attention = cast(str, model.config._attn_implementation)
+    lean = ("llama cpu", 1e-4, partial(LlamaCpuForward, keep_weights=keep_weights))
+    strategies = (lean, *STRATEGIES) if llama_cpu else STRATEGIES
     refused: list[tuple[str, str]] = []
     with shrunk_windows(model):
         tokens = [(i * 7919 + 13) % vocabulary(base) for i in range(30)]
@@ -77,7 +81,7 @@ def choose_forward(base: BaseModel, *, llama_cpu: bool) -> tuple[str, Forward, s
         inputs = [torch.tensor([row], device=base.device) for row in rows]
         plain = [model(input_ids=ids, use_cache=False).logits[0].float() for ids in inputs]
         scale = max(1.0, *(float(logits.abs().max()) for logits in plain))
-        for name, tolerance, construct in STRATEGIES[not llama_cpu :]:
+        for name, tolerance, construct in strategies:
             if model.config._attn_implementation != attention:
                 model.set_attn_implementation(attention)
             try:

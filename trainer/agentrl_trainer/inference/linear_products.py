@@ -49,10 +49,6 @@ class FusedLinear:
         if self._packed_from < math.inf:
             _ = self.packed
 
-    def unpack(self) -> None:
-        """Free ``packed`` until it is used again."""
-        self.__dict__.pop("packed", None)
-
     def __call__(self, x: Tensor) -> Tensor:
         if len(x) >= self._packed_from:
             return _onednn._linear_pointwise(x, self.packed, self.bias, "none", [], "")

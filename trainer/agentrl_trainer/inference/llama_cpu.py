@@ -74,11 +74,17 @@ class LlamaCpuForward(BatchedForward):
     """Applies to float32 models made of the Llama family's parts, as long as nothing but the
     weights of their linear layers changes.
 
+    ``keep_weights``: the layers keep their weights, from which versions are merged; processes
+    share them where they are mapped from a file. Else they become views of the base model's
+    products, which are never freed, so that nothing is held twice.
+
     Raises:
         ValueError: the model has a part that is not known here.
     """
 
-    def __init__(self, base: BaseModel, options: dict[str, Any]) -> None:
+    def __init__(
+        self, base: BaseModel, options: dict[str, Any], *, keep_weights: bool = True
+    ) -> None:
         super().__init__(base, options)
         self._adds_mask = True
         self.takes_stems = stem_attention.available and base.device.type == "cpu"
@@ -116,11 +122,31 @@ class LlamaCpuForward(BatchedForward):
         names = {module: name for name, module in base.model.named_modules()}
         self._groups = [[names[linear] for linear in group] for group in groups]
         self._packed = can_pack(base.model)
+        self._weights = [[linear.weight.data for linear in group] for group in groups]
+        biases = [
+            [cast(Tensor, x.bias.data) for x in group if x.bias is not None] for group in groups
+        ]
+        self._biases = [torch.cat(found) if found else None for found in biases]
+        self._made: dict[int, FusedLinear] = {}
+        """The base model's products so far: four a layer, by common input, and the head."""
         self.int8_products: list[Int8Linear] = []
-        self.base_products = [self._fuse(group) for group in groups]
-        """The base model's: four a layer, by common input, and the head."""
-        self.products: Sequence[FusedLinear | Int8Linear] = self.base_products
-        """Those in use."""
+        self.products: Sequence[FusedLinear | Int8Linear] | None = None
+        """Those in use; None: the base model's, which are made at their first use."""
+        for index, group in enumerate([] if keep_weights else groups):
+            self._weights[index] = self._base_product(index).parts
+            for linear, part in zip(group, self._weights[index], strict=True):
+                if linear.weight.data_ptr() != self._embedding.data_ptr():
+                    linear.weight.data = part  # else it is looked up by rows, too
+
+    def free_base(self) -> None:
+        """Free the base model's products until they are used again."""
+        self._made.clear()
+
+    def _base_product(self, index: int) -> FusedLinear:
+        if index not in self._made:
+            own = self._weights[index], self._biases[index]
+            self._made[index] = FusedLinear(*own, packed=self._packed)
+        return self._made[index]
 
     def adapted(self, weights: dict[str, Tensor]) -> list[FusedLinear]:
         """Return products with these weights, by module name, in place of the base model's.
@@ -128,20 +154,23 @@ class LlamaCpuForward(BatchedForward):
         The tensors in ``weights`` are replaced by views of the products', so nothing is held twice.
         """
         products: list[FusedLinear] = []
-        for names, own in zip(self._groups, self.base_products, strict=True):
+        for index, names in enumerate(self._groups):
             if weights.keys().isdisjoint(names):
-                products.append(own)
+                products.append(self._base_product(index))
                 continue
-            parts = [weights.get(n, part) for n, part in zip(names, own.parts, strict=True)]
-            products.append(FusedLinear(parts, own.bias, packed=self._packed))
+            own = zip(names, self._weights[index], strict=True)
+            parts = [weights.get(name, part) for name, part in own]
+            products.append(FusedLinear(parts, self._biases[index], packed=self._packed))
             products[-1].pack()  # the thread that samples shall not wait for it
             weights.update(zip(names, products[-1].parts, strict=True))
         return products
 
     def quantize(self) -> None:
         """Compute with 8-bit weights from now on; the linear layers' own are freed."""
-        self.int8_products = [Int8Linear.of(p.parts, p.bias) for p in self.base_products]
-        self.products, self.base_products = self.int8_products, []
+        own = zip(self._weights, self._biases, strict=True)
+        self.products = self.int8_products = [Int8Linear.of(*one) for one in own]
+        self._weights.clear()
+        self._made.clear()
         for name, module in self._base.model.named_modules():
             if any(name in group for group in self._groups):
                 module.weight = nn.Parameter(torch.empty(0), requires_grad=False)
@@ -150,15 +179,6 @@ class LlamaCpuForward(BatchedForward):
         """Return the 8-bit products with LoRAs by module name."""
         pairs = zip(self._groups, self.int8_products, strict=True)
         return [product.adapted([loras.get(name) for name in names]) for names, product in pairs]
-
-    def _fuse(self, linears: list[nn.Linear]) -> FusedLinear:
-        biases = [cast(Tensor, x.bias.data) for x in linears if x.bias is not None]
-        bias = torch.cat(biases) if biases else None
-        product = FusedLinear([x.weight.data for x in linears], bias, packed=self._packed)
-        for linear, part in zip(linears, product.parts, strict=True):
-            if linear.weight.data_ptr() != self._embedding.data_ptr():
-                linear.weight.data = part  # else it is looked up by rows, too
-        return product
 
     def __call__(self, parts: Sequence[Part]) -> list[Tensor]:
         works: list[_Work] = []
@@ -176,9 +196,10 @@ class LlamaCpuForward(BatchedForward):
         cos, sin = self._rotation(
             _joined(places), max(work.rows.first + work.rows.view for work in works)
         )
+        products = self.products or [self._base_product(i) for i in range(len(self._groups))]
         hidden = F.embedding(_joined(tokens), self._embedding)
         for index, (before_attention, of_heads, before_mlp) in enumerate(self._norms):
-            qkv, out, gate_up, down = self.products[4 * index : 4 * index + 4]
+            qkv, out, gate_up, down = products[4 * index : 4 * index + 4]
             x = qkv(before_attention(hidden)).view(len(hidden), -1, self._dim)
             qk, v = x[:, : self._queries + self._keys], x[:, self._queries + self._keys :]
             if of_heads is not None:
@@ -192,7 +213,7 @@ class LlamaCpuForward(BatchedForward):
             hidden = down.plus(F.silu(gate).mul_(up), hidden)
         of_parts = zip(works, hidden.split(sizes), strict=True)
         last = _joined([own.view(work.batch, work.new, -1)[:, -1] for work, own in of_parts])
-        logits = self.products[-1](self._last_norm(last))
+        logits = products[-1](self._last_norm(last))
         return list(logits.split([work.batch for work in works]))
 
     def _attend(self, work: _Work, layer: int, qk: Tensor, v: Tensor) -> Tensor:

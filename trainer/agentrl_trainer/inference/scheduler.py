@@ -104,6 +104,15 @@ class Scheduler:
             if lane.weights is not None:
                 self.weights.drop(lane.weights)
 
+    def rest(self) -> None:
+        """Free what later requests might reuse, or can make again."""
+        self.pool.drop_all()
+        if not self.busy:
+            for lane in self.lanes:
+                lane.forget_branches()
+                lane.clear()
+            self.weights.rest(lane.weights for lane in self.lanes if lane.weights is not None)
+
     def score(self, rows: Sequences[list[int]], adapter: str | None, top: int) -> list[Scored]:
         """Score rows by one adapter version, with ``top`` alternatives to each token."""
         lane = self.current.get(adapter)

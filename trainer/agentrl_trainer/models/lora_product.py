@@ -2,8 +2,8 @@
 
 PEFT computes ``W x + B(A(x)) * scaling`` as five operations, with three tensors of the output's
 size, and autograd adds the input's gradients from both branches. Here the sums ride on the products
-with B and A, and the scaling on tensors of rank r. The last layer of a gated MLP also computes its
-input again for the backward, rather than keep it.
+with B and A, and the scaling on tensors of rank r. Inputs that are cheap to compute are not kept
+for the backward, but computed again: what an RMSNorm gives, and what a gated MLP's last layer gets.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from agentrl_trainer.models.rms_norm import Normed, is_plain, join_norm, same_code
+
 
 def join_loras(model: PeftModel) -> None:
     """Compute linear layers by ``LoraLinear``, those at the end of an MLP by ``GatedLoraLinear``,
@@ -27,11 +29,22 @@ def join_loras(model: PeftModel) -> None:
     for module in model.modules():
         if _joinable(module):
             module.forward = MethodType(_linear, module)
-    for mlp in joined_mlps(model):
+        elif is_plain(module):
+            join_norm(module)
+    for mlp in _joined_mlps(model):
         mlp.forward = MethodType(_gated_mlp, mlp)
 
 
-def joined_mlps(model: PeftModel) -> list[Any]:
+def width_computed_again(model: PeftModel) -> int:
+    """Return how many numbers a token has that are computed again for the backward."""
+    norms = [cast(Any, module).weight for module in model.modules() if is_plain(module)]
+    widths = [weight.numel() for weight in norms]
+    whole = [width for width in widths if width == max(widths)]  # others normalize single heads
+    mlps = [mlp.down_proj.in_features for mlp in _joined_mlps(model)]
+    return sum(mlps) + sum(whole[1:])  # the output head, which has no adapter, reads one
+
+
+def _joined_mlps(model: PeftModel) -> list[Any]:
     """Return the MLPs that compute the input of their ``down_proj`` again."""
     return [m for m in model.modules() if _is_gated(m) and _joinable(m.down_proj)]
 
@@ -41,11 +54,8 @@ def _joinable(module: Any) -> bool:
 
 
 def _is_gated(module: Any) -> bool:
-    """Whether a module computes ``down_proj(silu(gate_proj(x)) * up_proj(x))``, in these words: so
-    do the MLPs of over a hundred families."""
-    own, known = getattr(type(module).forward, "__code__", None), LlamaMLP.forward.__code__
-    same = own is not None and (own.co_code, own.co_names) == (known.co_code, known.co_names)
-    return same and type(module.act_fn) in (SiLUActivation, nn.SiLU)
+    """Whether a module computes ``down_proj(silu(gate_proj(x)) * up_proj(x))``."""
+    return same_code(module, LlamaMLP) and type(module.act_fn) in (SiLUActivation, nn.SiLU)
 
 
 class _Lora(NamedTuple):
@@ -74,8 +84,8 @@ def _linear(self: Linear, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     lora = None if args or kwargs else _active_lora(self, x.dtype)
     if lora is None:
         return Linear.forward(self, x, *args, **kwargs)
-    base = cast(nn.Linear, self.base_layer)
-    y = cast(Tensor, LoraLinear.apply(x.flatten(0, -2), base.weight, base.bias, *lora))
+    base, rows = cast(nn.Linear, self.base_layer), x.flatten(0, -2)
+    y = cast(Tensor, LoraLinear.apply(rows, base.weight, base.bias, *lora, Normed.of(x)))
     return y.view(*x.shape[:-1], -1)  # here, so that a model may change y in place
 
 
@@ -91,7 +101,7 @@ def _gated_mlp(self: Any, x: Tensor) -> Tensor:
 
 class LoraLinear(torch.autograd.Function):
     """``x [rows, in] -> x Wᵀ + bias + scaling * x Aᵀ Bᵀ`` (arXiv:2106.09685), with W [out, in] and
-    bias frozen, A [r, in] and B [out, r]."""
+    bias frozen, A [r, in] and B [out, r]. ``normed``: how to make ``x`` again."""
 
     @staticmethod
     def forward(
@@ -102,17 +112,20 @@ class LoraLinear(torch.autograd.Function):
         a: Tensor,
         b: Tensor,
         scaling: float,
+        normed: Normed | None,
     ) -> Tensor:
         low = x @ a.t()
-        ctx.save_for_backward(x, low, weight, a, b)
+        ctx.maker, *kept = normed or (None, x)
+        ctx.save_for_backward(low, weight, a, b, *kept)
         ctx.scaling = scaling
         return F.linear(x, weight, bias).addmm_(low, b.t(), alpha=scaling)
 
     @staticmethod
     def backward(
         ctx: Any, *grads: Tensor
-    ) -> tuple[Tensor | None, None, None, Tensor, Tensor, None]:
-        x, low, weight, a, b = ctx.saved_tensors
+    ) -> tuple[Tensor | None, None, None, Tensor, Tensor, None, None]:
+        low, weight, a, b, *kept = ctx.saved_tensors
+        x = kept[0] if ctx.maker is None else ctx.maker(*kept).flatten(0, -2)
         (grad,) = grads
         of_low = torch.mm(grad, b).mul_(ctx.scaling)
         of_x = None
@@ -120,7 +133,7 @@ class LoraLinear(torch.autograd.Function):
             of_x = torch.mm(grad, weight).addmm_(of_low, a)
         of_a = of_low.t() @ x
         of_b = torch.mm(grad.t(), low).mul_(ctx.scaling)
-        return of_x, None, None, of_a, of_b, None
+        return of_x, None, None, of_a, of_b, None, None
 
 
 class GatedLoraLinear(torch.autograd.Function):

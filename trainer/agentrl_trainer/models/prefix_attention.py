@@ -268,13 +268,9 @@ def trie_attention(
         if past is not None:
             key, value = (torch.cat(pair, 2) for pair in zip(past, (key, value), strict=True))
         return _flex(query, key, value, trie, scaling, sliding_window, softcap), None
-    if (
-        past is not None
-        and by_sdpa
-        and sliding_window is None
-        and stem_attention.applies(query, value)
-    ):
-        return _behind_stem(query, key, value, past, trie, scaling), None
+    fits = past is None or sliding_window is None
+    if by_sdpa and fits and stem_attention.applies(query, value):
+        return _by_parts(query, key, value, past, trie, scaling, sliding_window), None
     # [U, H * D], of which rows are quick to gather and to add up.
     queries, keys, values = (x[0].transpose(0, 1).flatten(1) for x in (query, key, value))
     parts: list[Tensor] = []
@@ -297,19 +293,17 @@ def trie_attention(
     return joined.view(1, len(trie.order), query.shape[1], value.shape[-1]), None
 
 
-def _behind_stem(
-    query: Tensor, key: Tensor, value: Tensor, past: tuple[Tensor, ...], trie: Trie,
-    scaling: float | None,
+def _by_parts(
+    query: Tensor, key: Tensor, value: Tensor, past: tuple[Tensor, ...] | None, trie: Trie,
+    scaling: float | None, window: int | None,
 ) -> Tensor:  # fmt: skip
-    parts = [
-        stem_attention.Part(
-            block.queries,
-            block.keys,
-            None if block.causal else block.mask(None, query.dtype, trie.before),
-        )
-        for block in trie.blocks
-    ]
-    return stem_attention.BehindStem.apply(query, key, value, *past, parts, trie.order, scaling)
+    parts: list[stem_attention.Part] = []
+    for block in trie.blocks:
+        plain = block.causal and window is None
+        mask = None if plain else block.mask(window, query.dtype, trie.before)
+        parts.append(stem_attention.Part(block.queries, block.keys, mask))
+    given = query, key, value, *(past or (None, None))
+    return stem_attention.TrieAttention.apply(*given, parts, trie.order, scaling)
 
 
 @functools.cache

@@ -1,10 +1,12 @@
-"""Attention behind a stem on a CPU, which neither holds scores nor repeats the stem for each row.
+"""Attention over a trie on a CPU, which holds neither scores nor the keys that it gathers.
 
 Knows tensors, places in a trie and torch's flash attention (arXiv:2307.08691); not tries or models.
 
-All tokens of a trie see the whole stem, so this part needs no mask and no gathering. What they see
-of each other is a second attention. Both give the logarithm of the mass of their weights, by which
-their results are merged; the backward of each only needs the merged result and mass.
+Rows are gathered from the trie in parts, and gathered again for the backward, because a key is
+gathered for every row that it is part of. All tokens of a trie see the whole stem, if there is one,
+so that part needs no mask and no gathering. What they see of each other is a second attention. Both
+give the logarithm of the mass of their weights, by which their results are merged; the backward of
+each only needs the merged result and mass.
 
 Shapes: P tokens of the stem, U tokens of the trie, n rows of a part, q queries and k keys per row,
 H heads, G key heads, D head size.
@@ -67,31 +69,32 @@ def applies(query: Tensor, value: Tensor) -> bool:
     return available and query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
 
 
-class BehindStem(torch.autograd.Function):
+class TrieAttention(torch.autograd.Function):
     """Compute [1, U, H, D] of queries [1, H, U, D], and keys and values [1, G, U or P, D].
 
-    ``order`` [U]: the place of each token among the queries of all parts.
+    ``order`` [U]: the place of each token among the queries of all parts. Without a stem, its keys
+    and values are None.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, stem_keys: Tensor,
-        stem_values: Tensor, parts: Sequence[Part], order: Tensor, scale: float | None,
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, stem_keys: Tensor | None,
+        stem_values: Tensor | None, parts: Sequence[Part], order: Tensor, scale: float | None,
     ) -> Tensor:  # fmt: skip
-        seen, mass = flash(query, stem_keys, stem_values, scale=scale)
         found: list[tuple[Tensor, Tensor]] = []
         for part in parts:
             causal = part.mask is None
             q, k, v = _gathered(part, query, key, value)
             pair = flash(q, k, v, 0.0, causal, attn_mask=part.mask, scale=scale)
             found.append(tuple(x.transpose(1, 2).flatten(0, 1) for x in pair))
-        own, own_mass = (torch.cat(x).index_select(0, order) for x in zip(*found, strict=True))
-        seen, mass = seen[0].transpose(0, 1), mass[0].transpose(0, 1)  # [U, H, D], [U, H]
-        share = torch.sigmoid(mass - own_mass)[..., None]
-        out = own.lerp_(seen, share.to(own.dtype))  # a mass is float32 in half precision, too
-        ctx.save_for_backward(
-            query, key, value, stem_keys, stem_values, out, torch.logaddexp(mass, own_mass)
-        )
+        out, mass = (torch.cat(x).index_select(0, order) for x in zip(*found, strict=True))
+        if stem_keys is not None:
+            pair = flash(query, stem_keys, stem_values, scale=scale)
+            seen, seen_mass = (x[0].transpose(0, 1) for x in pair)  # [U, H, D], [U, H]
+            share = torch.sigmoid(seen_mass - mass)[..., None]
+            out.lerp_(seen, share.to(out.dtype))  # a mass is float32 in half precision, too
+            mass = torch.logaddexp(seen_mass, mass)
+        ctx.save_for_backward(query, key, value, stem_keys, stem_values, out, mass)
         ctx.parts, ctx.order, ctx.scale = parts, order, scale
         return out[None]
 
@@ -99,10 +102,11 @@ class BehindStem(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         *ours, stem_keys, stem_values, out, mass = ctx.saved_tensors
         given, scale = (grads[0][0], out, mass), ctx.scale
-        whole = (x.transpose(0, 1)[None] for x in given)
-        of_query, *of_stem = _flash_back(
-            *_arguments(whole, ours[0], stem_keys, stem_values), 0.0, False, scale=scale
-        )
+        of_query, of_stem = None, (None, None)
+        if stem_keys is not None:
+            whole = (x.transpose(0, 1)[None] for x in given)
+            arguments = _arguments(whole, ours[0], stem_keys, stem_values)
+            of_query, *of_stem = _flash_back(*arguments, 0.0, False, scale=scale)
         size = sum(part.queries.numel() for part in ctx.parts)
         # An infinite mass gives padded queries weights of 0.
         padded = [
@@ -124,7 +128,9 @@ class BehindStem(torch.autograd.Function):
             start = end
         of_ours = [x.view(x.shape[0], like.shape[1], -1).transpose(0, 1)[None]
                    for x, like in zip(sums, ours, strict=True)]  # fmt: skip
-        return of_query.add_(of_ours[0]), *of_ours[1:], *of_stem, None, None, None
+        if of_query is not None:
+            of_ours[0] += of_query
+        return *of_ours, *of_stem, None, None, None
 
 
 def _arguments(given: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
