@@ -28,7 +28,7 @@ MIN_ROWS = 4
 MIN_TIME = 64
 TIME_STEP = 16
 """GPU attention kernels want the view's length rounded to this."""
-KEEP_EMPTY = 4096
+KEEP_EMPTY = 512
 """An empty rectangle of up to this many tokens is kept for the next sequence."""
 _SPARE = 0.5
 """Share of the pool up to which rectangles grow by doubling."""
