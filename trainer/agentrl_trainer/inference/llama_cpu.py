@@ -143,10 +143,11 @@ class LlamaCpuForward(BatchedForward):
         self._made.clear()
 
     def _base_product(self, index: int) -> FusedLinear:
-        if index not in self._made:
+        made = self._made.get(index)
+        if made is None:  # another thread may free or make it meanwhile, which does no harm
             own = self._weights[index], self._biases[index]
-            self._made[index] = FusedLinear(*own, packed=self._packed)
-        return self._made[index]
+            made = self._made[index] = FusedLinear(*own, packed=self._packed)
+        return made
 
     def adapted(self, weights: dict[str, Tensor]) -> list[FusedLinear]:
         """Return products with these weights, by module name, in place of the base model's.
