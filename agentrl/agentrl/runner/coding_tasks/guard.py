@@ -33,10 +33,13 @@ def pass_requests(client: socket.socket, server: socket.socket) -> None:
 
 
 def _refuse(client: socket.socket, server: socket.socket, why: bytes) -> None:
-    """Answer, and end the connection; what is left unread would reset it before the answer."""
-    server.shutdown(socket.SHUT_WR)
+    """Answer, and end the connection; what is left unread would reset it before the answer.
+
+    The gateway hears of the end last: when it hangs up, nothing more goes to the client.
+    """
     client.sendall(_ANSWER % why)
     client.shutdown(socket.SHUT_WR)
+    server.shutdown(socket.SHUT_WR)
     while client.recv(65536):
         pass
 
