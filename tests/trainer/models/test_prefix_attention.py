@@ -208,6 +208,23 @@ def test_gradients_through_the_mask_are_those_through_the_blocks() -> None:
     torch.testing.assert_close(by_mask, by_blocks, rtol=1e-5, atol=1e-5)
 
 
+def test_a_cpu_keeps_each_key_once_however_many_rows_it_is_part_of() -> None:
+    *_, trie = pack_trie([[1] * 50 + [2 + row] * 4 for row in range(8)])
+    size = len(trie.order)
+    states = [torch.randn(1, heads, size, 8, requires_grad=True) for heads in (4, 2, 2)]
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.data_ptr()] = tensor.numel()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out, _ = trie_attention(nn.Module(), *states, None, trie=trie)
+    assert out.requires_grad
+    # Queries, keys, values, the output, and the logarithm of each head's weights.
+    assert sum(kept.values()) == size * (4 + 2 + 2 + 4) * 8 + size * 4
+
+
 def test_blocks_without_a_visible_key_are_left_out() -> None:
     """Two rows with nothing in common, 128 to a block: 2 triangles and not 4 squares."""
     mask = pack_trie([[1] * 256, [2] * 256])[2].block_mask(None)

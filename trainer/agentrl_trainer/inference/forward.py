@@ -62,7 +62,7 @@ def choose_forward(
     """Return the first strategy that computes what a plain run of the model does, and its name.
 
     Also returns why ``LlamaCpuForward`` was refused, None if it was not (or ``llama_cpu`` is off).
-    ``keep_weights`` is for it.
+    ``keep_weights``: see there.
 
     Raises:
         ModelError: no strategy reproduces a plain run.

@@ -197,5 +197,5 @@ class KVPool:
 
     def _drop(self, entry: Prefix) -> None:
         del self._entries[entry]
-        entry.in_use = lambda: False  # the old one refers to the entry: memory until gc runs
+        entry.in_use = lambda: False  # the old one refers to it: a cycle, freed only by gc
         self.used -= entry.cost

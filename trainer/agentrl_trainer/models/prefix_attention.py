@@ -268,8 +268,8 @@ def trie_attention(
         if past is not None:
             key, value = (torch.cat(pair, 2) for pair in zip(past, (key, value), strict=True))
         return _flex(query, key, value, trie, scaling, sliding_window, softcap), None
-    fits = past is None or sliding_window is None
-    if by_sdpa and fits and stem_attention.applies(query, value):
+    unmasked = past is None or sliding_window is None  # attention to a stem takes no mask
+    if by_sdpa and unmasked and stem_attention.applies(query, value):
         return _by_parts(query, key, value, past, trie, scaling, sliding_window), None
     # [U, H * D], of which rows are quick to gather and to add up.
     queries, keys, values = (x[0].transpose(0, 1).flatten(1) for x in (query, key, value))

@@ -1,8 +1,8 @@
-"""RMSNorm in few passes over memory, with an output that nobody keeps for the backward.
+"""Compute RMSNorm in few passes over memory, and its output again for the backward.
 
-Knows autograd and transformers' norms, not adapters. Several linear layers read what a norm gives,
-and the gradients of their adapters need it. To make it again takes two products of what the norm
-keeps anyway.
+Knows autograd and transformers' norms, not adapters. Several linear layers read a norm's output,
+and the gradients of their adapters need it. Each layer would keep it. Two products make it again of
+the tensors that the norm keeps anyway.
 """
 
 from __future__ import annotations
