@@ -25,7 +25,7 @@ from agentrl_trainer.inference import (
     Token,
 )
 from agentrl_trainer.models.devices import on_own_thread
-from agentrl_trainer.models.loading import load_base
+from agentrl_trainer.models.loading import BaseModel, load_base
 
 BATCHES = (1, 8, 32, 64)
 CONTEXT = 256
@@ -34,10 +34,8 @@ COMPARED = 8
 """Requests whose log-probs are compared."""
 
 
-def started(folder: Path, *, int8: bool = False) -> SamplerEngine:
-    engine = SamplerEngine(
-        load_base(str(folder / "base"), device="cpu", dtype="float32"), int8=int8
-    )
+def started(base: BaseModel, folder: Path, *, int8: bool = False) -> SamplerEngine:
+    engine = SamplerEngine(base, int8=int8)
     engine.start()
     engine.load_adapter(POLICY, 1, folder / "adapter").result()
     return engine
