@@ -74,7 +74,7 @@ class Budget:
         self._last = {Purpose.TRAIN: Spent(), Purpose.EVAL: Spent()}
         """What the last step, and the last evaluation, took."""
         self._next_look = self._next_write = 0.0
-        self._told_unpriced = False
+        self._told_unpriced = self._ended = False
 
     def spent(self) -> Spent:
         """Return the hours, tokens and dollars that the run has spent."""
@@ -128,12 +128,19 @@ class Budget:
             self._write(spent)
         for unit, limit in self._limits.items():
             if getattr(spent, unit) > limit:
-                self._spent += under_way  # whose rollouts no step settles
-                self._write(spent)
+                self.end()
                 raise BudgetSpentError(
                     f"guards.{_SETTINGS[unit]}",
                     f"{_shown(limit)} {unit} are spent; the rollouts under way were given up",
                 )
+
+    def end(self) -> None:
+        """Count the rollouts under way, which no step will settle. Call it before they are
+        canceled; a second call does nothing."""
+        if not self._ended:
+            self._ended = True
+            self._spent += self._used(self._under_way())
+            self._write(self.spent())
 
     def _under_way(self) -> list[Call]:
         first = self._settled[Purpose.TRAIN]

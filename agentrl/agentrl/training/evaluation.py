@@ -60,6 +60,7 @@ def evaluate_if_due(run: TrainingRun, step: int, *, last: bool = False) -> None:
     with timer("evaluation"):
         # A run with one runner can be resumed to the last bit: it makes one thing at a time.
         overlaps = run.config.rollouts.runners > 1 and not last and step < run.steps
+        overlaps = overlaps and not run.guards.budget.why_no_step()
         if overlaps:
             run.queue.queue_up_to(step + 1)
         rollouts = run.session.execute(

@@ -227,6 +227,7 @@ class TrainingRun:
 
     def finish(self, step: int, ended: Ending | None) -> Summary:
         self.session.tell_lost_spans(self.display.note, last=True)
+        self.guards.budget.end()
         self.queue.close()
         self.scorer.close()
         self.session.pool.begin_stop()  # runners end while the learning curve is drawn

@@ -96,6 +96,19 @@ def test_rollouts_under_way_are_given_up_at_the_limit(folder: RunFolder, store: 
     run.watch()
 
 
+def test_rollouts_that_the_end_of_a_run_cuts_off_are_counted_once(
+    folder: RunFolder, store: Store
+) -> None:
+    run_id = start_run(store, rollouts=2)
+    run = budget(folder, store, run_id)
+    claim = claimed(store)
+    of_attempt = {"rollout_id": claim.rollout_id, "attempt_id": claim.attempt_id, "run_id": run_id}
+    store.write_calls("boot", [], [call("a", 20, 10, **of_attempt)], 1)
+    run.end()
+    run.end()
+    assert run.spent().tokens == json.loads(folder.spent.read_text())["tokens"] == 30
+
+
 def test_a_model_without_a_price_is_told_once(folder: RunFolder) -> None:
     run: Any = budget(folder, max_cost=1.0)
     free = {"usage": {"total_tokens": 30}, "cost": 0.0}

@@ -135,7 +135,7 @@ def test_dollars_end_a_run_with_its_best_adapter(
 def test_runs_that_game_their_reward_are_told(
     agent: str, alerts: set[str], settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    held_out = tmp_path / "tasks.jsonl"
+    held_out = tmp_path / "never_trained_on.jsonl"
     held_out.write_text("".join(f'{{"n": {n}}}\n' for n in range(1000, 1024)))
     run = Run(
         tmp_path, f"{AGENTS}:{agent}", steps=12,
