@@ -325,7 +325,7 @@ def run_part(part: str, options: argparse.Namespace) -> list[Figure]:
     """Run a part; what it measured before a failure counts."""
     command = [sys.executable, __file__, "--part", part, *sys.argv[1:]]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    fault = None
+    out, fault = "", None
     try:
         out, _ = child.communicate(timeout=options.timeout)
         if child.returncode < 0:

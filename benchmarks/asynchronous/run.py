@@ -38,17 +38,17 @@ def train(
         "runs": folder,
         "name": name,
         "runners": options.runners,
-        "concurrency": options.concurrency,
+        "rollouts.concurrency": options.concurrency,
         "batch_size": 8,
         "group_size": 8,
         "steps": options.steps,
-        "eval_every": options.steps,
+        "evaluation.every": options.steps,
         "max_tokens": 32,
         "max_staleness": max_staleness,
         "seed": seed,
     }
     if max_staleness:
-        settings["stale"] = options.stale
+        settings["rollouts.stale"] = options.stale
     flags = [f"--{key.replace('_', '-')}={value}" for key, value in settings.items()]
     subprocess.run(
         [sys.executable, "-m", "agentrl", "train", f"{HERE / 'agent.py'}:agent", *flags],

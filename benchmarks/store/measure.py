@@ -1,6 +1,5 @@
 """Measure what a run asks of a large store; print seconds as JSON.
 
-Runs against any version of agentrl on PYTHONPATH, on a store that ``build`` made with that version.
 Reads are the best of three: the file cache is warm. What a resume changes is measured last.
 """
 
@@ -20,7 +19,6 @@ from agentrl_tracer.store import Store
 
 url, run_id, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 store = Store(url)
-new = hasattr(store, "verify")
 figures: dict[str, float] = {}
 
 
@@ -59,20 +57,12 @@ best("accounting of a step", lambda: store.accounting(run_id))
 figures["a writer's longest wait meanwhile"] = longest_wait_of_a_writer(
     lambda: [store.accounting(run_id) for _ in range(3)]
 )
-best(
-    "read a step's 5,000 calls",
-    lambda: store.calls(rollout_ids=ids, **{"bodies": False} if new else {}),
+best("read a step's 5,000 calls", lambda: store.calls(rollout_ids=ids, bodies=False))
+best("poll a step", lambda: store.unfinished_ids(run_id, Purpose.TRAIN, since_step=steps))
+figures["verify"] = seconds(lambda: store.verify(run_id))
+figures["a writer's longest wait during verify"] = longest_wait_of_a_writer(
+    lambda: store.verify(run_id)
 )
-if new:
-    poll = lambda: store.unfinished_ids(run_id, Purpose.TRAIN, since_step=steps)  # noqa: E731
-else:
-    poll = lambda: store.unfinished_ids(ids)  # noqa: E731
-best("poll a step", poll)
-if new:
-    figures["verify"] = seconds(lambda: store.verify(run_id))
-    figures["a writer's longest wait during verify"] = longest_wait_of_a_writer(
-        lambda: store.verify(run_id)
-    )
 folder.mkdir(parents=True, exist_ok=True)
 (folder / "config.json").write_text(json.dumps({"run": {"store": url}}))
 (folder / "run_id").write_text(run_id)

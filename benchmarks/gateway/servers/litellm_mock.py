@@ -34,7 +34,9 @@ class Instant(CustomLLM):
         response.usage = Usage(**ANSWER.usage)  # type: ignore[attr-defined]
         return response
 
-    async def astreaming(self, *args: Any, **kwargs: Any) -> AsyncIterator[GenericStreamingChunk]:
+    async def astreaming(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, *args: Any, **kwargs: Any
+    ) -> AsyncIterator[GenericStreamingChunk]:
         for token in ANSWER.tokens:
             yield _chunk(token)
         yield _chunk("", finished=True)
