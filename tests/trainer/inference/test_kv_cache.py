@@ -67,6 +67,17 @@ def test_rows_grow_in_place_as_far_as_twice_the_budget() -> None:
     assert float(rows.peek(0, 20).keys.mean()) == 1.0
 
 
+def test_a_small_empty_rectangle_is_kept_and_a_large_one_freed() -> None:
+    pool = KVPool(100_000)
+    rows = KVRows(SHAPE, pool)
+    for tokens, kept in (60, 4 * 64), (400, 0):
+        rows.reserve(1, tokens)
+        rows.append(SimpleNamespace(held=10))
+        rows.remove(0)
+        assert pool.used == rows.rows * rows.time == kept
+        rows.free()
+
+
 def test_prefixes_give_way_least_recently_used_first() -> None:
     pool = KVPool(100)
     rows = KVRows(SHAPE, KVPool(10**6))
