@@ -132,6 +132,7 @@ def test_a_run_with_evaluations_and_resampling_is_killed_around_them(tmp_path: P
         eval_every=1,
         trackers="tensorboard",
     )
+    assert "passed over" not in run.output  # step 2 is not made again
     assert sum(row.get("groups/resampled", 0) for row in whole.curve()) > 0
     assert all(row.get("groups/used", 2) == 2 for row in whole.curve())
     with run.store() as store:
