@@ -1,8 +1,9 @@
-"""Agents whose rewards can be gamed: in training, each sets off an alert."""
+"""Agents of guarded runs: some game their rewards, which sets off alerts; some cost time or money."""
 
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 from openai import OpenAI
@@ -31,6 +32,13 @@ def memorized(task: dict[str, Any]) -> float:
     """Pays for something else in training than in held-out tasks."""
     text = ask(task)
     return float(f"i am {task['n']}" in text if task["n"] < 1000 else "qwen" in text)
+
+
+def late_when_held_out(task: dict[str, Any]) -> float:
+    """Leaves time for rollouts of the next step during an evaluation."""
+    text = ask(task)
+    time.sleep(4 * (task["n"] >= 1000))
+    return len(text) / 10
 
 
 def judged(task: dict[str, Any]) -> float:

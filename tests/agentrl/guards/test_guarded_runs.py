@@ -66,6 +66,15 @@ def test_a_budget_ends_a_run_in_order_and_it_goes_on_as_it_would_have(
     run.accounting()
 
 
+def test_rollouts_that_begin_during_the_last_evaluation_are_spent(tmp_path: Path) -> None:
+    settings = {"runners": 3, "eval_every": 1, "evaluation.stop_at": 0}  # for 2 held-out tasks
+    run = Run(tmp_path, f"{AGENTS}:late_when_held_out", **settings)
+    run.finish()
+    assert (summary(run)["steps"], summary(run)["ended_by"]) == (0, "evaluation.stop_at")
+    assert summary(run)["spent"]["tokens"] > tokens(run, step=0, purpose=Purpose.EVAL)
+    run.accounting()
+
+
 def test_a_run_that_collapses_goes_back_to_its_best_step(tmp_path: Path) -> None:
     """At this learning rate the second update makes noise of every answer."""
     hello = ROOT / "examples" / "hello"
