@@ -1,4 +1,4 @@
-"""Agents of guarded runs: some game their rewards, which sets off alerts; some cost time or money."""
+"""Agents of guarded runs: some game their rewards, which sets off alerts; others cost something."""
 
 from __future__ import annotations
 
