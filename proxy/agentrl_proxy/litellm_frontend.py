@@ -28,6 +28,8 @@ import httpx
 from litellm.llms.custom_llm import CustomLLM, CustomLLMError
 from litellm.types.utils import ModelResponse, ModelResponseStream
 
+from agentrl_proxy.server.event_data import event_data
+
 KEY_HEADER = "x-agentrl-key"
 _PASSED_ON = ("x-agentrl-agent", "traceparent", "tracestate")
 _TIMEOUT_S = 600.0
@@ -57,10 +59,10 @@ class AgentRLLLM(CustomLLM):
         last: dict[str, Any] | None = None
         usage, fields = None, dict[str, Any]()
         async with self._answered(arguments, stream=True) as answer:
-            async for line in answer.aiter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                said = json.loads(line.removeprefix("data: "))
+            async for data in event_data(answer):
+                if data == b"[DONE]":
+                    break
+                said = json.loads(data)
                 if "error" in said:
                     raise CustomLLMError(500, said["error"]["message"])
                 usage = said.get("usage") or usage

@@ -48,7 +48,8 @@ _LONGEST_S = 900.0  # of an answer
 _ID = 64  # characters of a request's id that a gateway records
 _SAMPLING = SamplerSettings.model_fields.keys() - {"kind", "vllm"}
 _LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
-_NOT_AGAIN = ("stream", "stream_options", "n", "seed", *_LIMITS)
+_NOT_AGAIN = ("stream", "stream_options", "n", "seed", "previous_response_id", *_LIMITS)
+"""The recorded ``input`` has what a previous response stood for."""
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,10 @@ class ProviderService:
                 said = await litellm.run(self._whole(router, call))
                 if request.texts:
                     return _chat_completion(call, said, []) | {"data": said["data"]}
-                first, choices = request.first_choice, said["choices"]
+                if not (choices := said["choices"]):  # as content filters give
+                    message = f"the provider of {request.name!r} gave no choice"
+                    raise ApiError(502, message, kind="server_error", code="provider_error")
+                first = request.first_choice
                 choices = [normalized(one, one.get("index", 0) + first) for one in choices]
                 for one in choices:
                     one["message"] = {"content": None, **one["message"]}

@@ -360,7 +360,8 @@ def _ids_of(renderer: Renderer, ids: list[int], text: str) -> list[int]:
 
 
 def _same_calls(ours: Message, sent: Message, tools: list[dict[str, Any]] | None) -> bool:
-    """Compare calls by value. Some clients add the defaults of a tool's schema."""
+    """Compare calls by value. Some clients add the defaults of a tool's schema, and JavaScript
+    writes 5.0 as 5."""
     defaults = dict[str, dict[str, Any]]()
     for function in (tool["function"] for tool in tools or ()):
         fields = (function.get("parameters") or {}).get("properties") or {}
@@ -373,15 +374,26 @@ def _same_calls(ours: Message, sent: Message, tools: list[dict[str, Any]] | None
     def digest(reply: Message) -> bytes:
         calls = [call["function"] for call in reply.get("tool_calls") or ()]
         return _digest(
-            [
-                {**call, "arguments": {**defaults.get(call["name"], {}), **call["arguments"]}}
-                if isinstance(call["arguments"], dict)
-                else call
-                for call in calls
-            ]
+            _with_integers(
+                [
+                    {**call, "arguments": {**defaults.get(call["name"], {}), **call["arguments"]}}
+                    if isinstance(call["arguments"], dict)
+                    else call
+                    for call in calls
+                ]
+            )
         )
 
     return digest(ours) == digest(sent)
+
+
+def _with_integers(value: Any) -> Any:
+    """Return JSON with whole numbers as integers."""
+    if isinstance(value, dict):
+        return {key: _with_integers(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_with_integers(one) for one in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _digest(value: Any, before: bytes = b"") -> bytes:

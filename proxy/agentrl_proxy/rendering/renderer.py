@@ -24,6 +24,15 @@ Message = dict[str, Any]
 MAX_VARIANTS = 32  # each takes half a millisecond to make
 
 _LONG_TEXT = 4096  # characters
+_ROLES = {"developer": "system", "function": "tool"}
+"""Templates that know a developer take a system message for one. A function was OpenAI's tool role
+of 2023."""
+_ORDERS = {
+    "system": "system user",
+    "system again": "system system user",
+    "later system": "user assistant system user",
+    "user again": "user user",
+}
 
 
 class Renderer:
@@ -55,10 +64,10 @@ class Renderer:
         template = template or family_template(chat_template)
         if tokenizer.eos_token_id is not None:
             self._stop_ids |= {tokenizer.eos_token_id}
-        self._knows_developer = "developer" in chat_template
         self.switches = switches(chat_template)
         self.generation_prompt, self.turn_end = self._probe_turns()
         self._text_arguments = self._probe_arguments()
+        self._refused = self._probe_order()
         # The template's end of a turn stops the answer, whatever the tokenizer's eos is.
         end_ids = self.encode(self.turn_end)
         special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -112,14 +121,12 @@ class Renderer:
         return Renderer(self.tokenizer, template_kwargs=json.loads(kwargs), **given)
 
     def normalize(self, messages: Sequence[Message]) -> list[Message]:
-        """Return messages as templates expect them: text contents, tool arguments as values."""
+        """Return messages as the template expects them: text contents, tool arguments as values,
+        messages joined where it refuses them in a row."""
         normal: list[Message] = []
         for message in messages:
             role, content = message["role"], message.get("content") or ""
-            if role == "developer" and not self._knows_developer:
-                role = "system"
-            if role == "function":  # OpenAI's tool role of 2023
-                role = "tool"
+            role = _ROLES.get(role, role)
             if not isinstance(content, str):  # protocols accept parts of text only
                 content = "".join(part.get("text", part.get("refusal")) for part in content)
             out: Message = {"role": role, "content": content}
@@ -133,7 +140,22 @@ class Renderer:
                 if message.get("tool_calls"):
                     out["tool_calls"] = [_tool_call(call) for call in message["tool_calls"]]
             normal.append(out)
-        return normal
+        return self._in_order(normal) if self._refused else normal
+
+    def _in_order(self, messages: list[Message]) -> list[Message]:
+        """Join messages that the template refuses in a row, and give the user's role to a system
+        message where it refuses one. Codex sends two system messages and two of the user."""
+        ordered: list[Message] = []
+        for message in messages:
+            role, last = message["role"], ordered[-1]["role"] if ordered else "system"
+            if role == "system" and (last != role or "system" in self._refused):
+                role = "user" if "later system" in self._refused else role
+            if ordered and role == last and f"{role} again" in self._refused:
+                content = f"{ordered[-1]['content']}\n\n{message['content']}"
+                ordered[-1] = {**ordered[-1], "content": content}
+            else:
+                ordered.append({**message, "role": role})
+        return ordered
 
     def text(
         self,
@@ -253,6 +275,19 @@ class Renderer:
             return "", ""
         _, found, ending = replied.rpartition(dummy)
         return opened[len(asked) :] if opened.startswith(asked) else "", ending if found else ""
+
+    def _probe_order(self) -> frozenset[str]:
+        """Find which orders of messages the template refuses or leaves out: any system message
+        (Gemma 2), a second or a later one (Qwen 3.5), two of the user in a row (Gemma 3)."""
+        return frozenset(name for name, roles in _ORDERS.items() if not self._writes(roles))
+
+    def _writes(self, roles: str) -> bool:
+        said = [{"role": role, "content": f"DUMMY{i}"} for i, role in enumerate(roles.split())]
+        try:
+            text = self._written(said)
+        except Exception:  # a template may raise anything
+            return False
+        return all(one["content"] in text for one in said)
 
     def _probe_arguments(self) -> bool:
         """Return whether the template expects tool arguments as text (DeepSeek), not as values."""

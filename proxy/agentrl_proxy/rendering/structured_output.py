@@ -36,6 +36,8 @@ from agentrl_proxy.rendering.reply import ToolCall
 
 # Allows pretty-printed JSON, but no endless whitespace, into which small models fall.
 _WHITESPACE = r"(\n[ \t]{0,32}| )?"
+_VALUES = ("enum", "const", "default", "examples")
+"""Keywords of JSON Schema whose values are no schemas."""
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]+")
 
 
@@ -280,19 +282,54 @@ def _json(
         options: llguidance's. With ``lenient`` the keywords that can be enforced are, and the
             others are added to ``missed``, which is noted with the call. Else they are refused.
     """
+    options = {"coerce_one_of": True, **options}
+    if options.get("lenient") and _validated(_guided(schema, options))[0]:
+        schema = _without_odd_patterns(schema, where, missed)
+    grammar = _guided(schema, options)
+    missed += [f"{where}: {warning}" for warning in _check(grammar, param, where)]
+    return f"%json {json.dumps({**schema, 'x-guidance': options}, ensure_ascii=False)}"
+
+
+def _without_odd_patterns(value: Any, where: str, missed: list[str]) -> Any:
+    """Return a schema without the patterns that llguidance cannot read, as look-around is."""
+    if isinstance(value, list):
+        return [_without_odd_patterns(one, where, missed) for one in value]
+    if not isinstance(value, dict):
+        return value
+    kept = {
+        name: one if name in _VALUES else _without_odd_patterns(one, where, missed)
+        for name, one in value.items()
+    }
+    if _is_odd(kept.get("pattern")):
+        missed.append(f"{where}: pattern {kept.pop('pattern')!r}")
+    return kept
+
+
+def _is_odd(pattern: Any) -> bool:
+    """Whether only llguidance cannot read it. A property of this name is no text."""
+    try:
+        re.compile(pattern)
+    except (re.error, TypeError):
+        return False
+    return _validated(_guided({"pattern": pattern}))[0]
+
+
+def _guided(schema: dict[str, Any], options: dict[str, Any] | None = None) -> str:
     from llguidance import LLMatcher
 
-    options = {"coerce_one_of": True, **options}
-    text = json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)
-    warnings = _check(LLMatcher.grammar_from_json_schema(text), param, where)
-    missed += [f"{where}: {warning}" for warning in warnings]
-    return f"%json {text}"
+    text = json.dumps({**schema, "x-guidance": options or {}}, ensure_ascii=False)
+    return LLMatcher.grammar_from_json_schema(text)
+
+
+def _validated(grammar: str) -> tuple[bool, list[str]]:
+    """Return whether llguidance refuses a grammar, and what it says of it."""
+    from llguidance import LLMatcher
+
+    return LLMatcher.validate_grammar_with_warnings(grammar)
 
 
 def _check(grammar: str, param: str, what: str) -> list[str]:
-    from llguidance import LLMatcher
-
-    failed, messages = LLMatcher.validate_grammar_with_warnings(grammar)
+    failed, messages = _validated(grammar)
     if failed:
         why = messages[0] if messages else "invalid"
         raise invalid(param, f"{what}: {why}", code="invalid_json_schema")

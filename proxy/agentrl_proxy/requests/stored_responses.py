@@ -94,7 +94,9 @@ class StoredResponses:
                 message = f"Item with id {str(item.get('id'))[:100]!r} not found."
                 raise invalid(where, message, code="item_not_found")
             earlier, items_of = known[of]
-            said.append(items_of[item["id"]])
+            # Text before and after a tool call is streamed as two messages with one id.
+            if (found_item := items_of[item["id"]]) not in said:
+                said.append(found_item)
         return {**raw, "input": said or raw.get("input")}, earlier
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from urllib.parse import quote
@@ -91,6 +92,20 @@ def test_a_call_is_asked_again_of_each_version_and_the_books_still_balance(
     assert tiny.response_ids == first.response_ids  # a new adapter is the base model
     assert first.response_ids != third.response_ids
     assert run.accounting() == before  # which must balance
+
+
+def test_a_call_that_continued_a_response_is_asked_again(
+    run: Run, call: Call, replayer: Replayer
+) -> None:
+    """Another server knows no such response; the recorded input has it."""
+    asked = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi."}]
+    asked.append({"role": "user", "content": "Again"})
+    sent = {"model": "policy", "input": asked, "previous_response_id": "resp_" + 24 * "0"}
+    recorded = replace(call, request=sent, prompt_ids=[])
+    wait(replayer.start(run.folder, recorded, targets(run.folder)["agentrl-tiny"], GREEDY))
+    made = replays_of(run.folder, call.id)[0]
+    assert made.state is CallState.COMPLETED
+    assert (made.request or {})["input"] == asked
 
 
 def test_with_the_recorded_seed_and_version_the_answer_is_the_recorded_one(

@@ -137,6 +137,29 @@ def test_a_failed_answer_names_the_provider(
     assert call.params["error_status"] == status
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ("chat/completions", {}),
+        ("responses", {"input": "q", "messages": None}),
+        ("messages", {"max_tokens": 9}),
+    ],
+    ids=["chat", "responses", "messages"],
+)
+def test_an_answer_without_a_choice_is_an_error(start: Any, faulty: Any, asked: Any) -> None:
+    """As content filters of OpenRouter and Azure give it."""
+    path, body = asked
+    gateway = asking(start, faulty((200, {**said(""), "choices": []})))
+    got = post_to(gateway, path, **body)
+    assert got.status_code == 502
+    assert "the provider of 'answerer' gave no choice" in got.text
+    call = only_call(gateway)
+    assert (call.state, call.error) == (
+        CallState.ERROR,
+        "the provider of 'answerer' gave no choice",
+    )
+
+
 @pytest.mark.parametrize("broken", ["import", "settings"])
 def test_litellm_that_does_not_start_is_503(
     start: Any, faulty: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch, broken: str

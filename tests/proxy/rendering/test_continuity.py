@@ -62,6 +62,24 @@ def test_five_turns_with_tools_are_one_row(gateway: Running) -> None:
     assert gateway.stats["branched"] == {"first_call": 1}
 
 
+def test_whole_numbers_may_come_back_as_javascript_writes_them(gateway: Running) -> None:
+    asked = '{"name": "search", "arguments": {"n": 5.0, "at": [{"x": -2.0}]}}'
+    call = f"<tool_call>\n{asked}\n</tool_call>"
+    messages: list[Any] = [{"role": "user", "content": "Hello"}]
+    with client(gateway) as api:
+        messages.append(echo(converse(gateway, api, messages, call)))
+        [made] = messages[1]["tool_calls"]
+        assert "5.0" in made["function"]["arguments"]
+        made["function"]["arguments"] = '{"n":5,"at":[{"x":-2}]}'
+        result = {"role": "tool", "tool_call_id": made["id"], "content": "50.9 N"}
+        converse(gateway, api, [*messages, result], "Done.")
+        made["function"]["arguments"] = '{"n":5.5,"at":[{"x":-2}]}'
+        converse(gateway, api, [*messages, result], "Done.")
+    first, same, edited = gateway.calls(gateway.claims[0])
+    assert extends(same, first)
+    assert edited.params["branched"] == "history_edited"
+
+
 def test_with_ordinary_tokens_it_is_what_plain_rendering_gives(gateway: Running) -> None:
     messages: list[Any] = [{"role": "user", "content": "Hello"}]
     gateway.sampler.script = lambda *_: "I'm Qwen."

@@ -102,7 +102,7 @@ def test_a_prefilled_think_is_reasoning(tokenizer: Any) -> None:
     assert (reply.reasoning, reply.content) == ("let me see", "42")
 
 
-def test_developer_becomes_system_where_the_template_knows_none(tokenizer: Any) -> None:
+def test_developer_becomes_system(tokenizer: Any) -> None:
     plain = copy.deepcopy(tokenizer)
     plain.chat_template = (
         "{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant'] %}"

@@ -280,6 +280,22 @@ def test_not_strict_keeps_what_can_be_enforced(live: Live) -> None:
     ]
 
 
+def test_patterns_that_no_grammar_enforces_are_left_out(live: Live) -> None:
+    """Pydantic's for a ``Decimal`` looks ahead, as Zod's for an e-mail address does."""
+    money = {"anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^(?!^[-+.]*$)\d*$"}]}
+    fields = {"total": money, "pattern": {"type": "string", "pattern": "^[ab]{2}$"}}
+    schema = {"type": "object", "properties": fields, "required": ["pattern"]}
+    tool = copy.deepcopy(TOOLS[0])
+    tool["function"]["parameters"] = schema
+    answer = live.ask(tools=[tool], tool_choice="required", seed=1)
+    [missed] = live.calls[-1].params["not_enforced"]
+    assert missed == r"tools[0].function.parameters: pattern '^(?!^[-+.]*$)\\d*$'"
+    [call] = answer.choices[0].message.tool_calls
+    assert set(json.loads(call.function.arguments)["pattern"]) <= {"a", "b"}
+    with pytest.raises(openai.BadRequestError, match="regex parse error"):
+        live.ask(response_format=_format(schema, strict=True))
+
+
 def test_tool_choice_none_does_not_show_tools(live: Live) -> None:
     live.ask(tools=TOOLS, tool_choice="none", max_tokens=4)
     live.ask(max_tokens=4)

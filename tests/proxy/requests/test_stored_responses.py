@@ -184,6 +184,23 @@ def test_a_response_is_read_once_for_all_its_items(
     assert len(read) == 2
 
 
+def test_text_around_a_tool_call_is_told_once(gateway: Running) -> None:
+    """It is streamed as two messages, which a client refers to one by one."""
+    asked: Any = [{"role": "user", "content": "Where?"}]
+    say(gateway, f"First. {ODD_CALL} Then more.")
+    with client(gateway) as api:
+        with api.responses.stream(model="policy", tools=TOOLS, input=asked) as events:
+            done = [event for event in events if event.type == "response.output_item.done"]
+            answer = events.get_final_response()
+        assert [event.item.type for event in done] == ["message", "function_call", "message"]
+        asked += [{"type": "item_reference", "id": event.item.id} for event in done]
+        say(gateway, "Done.")
+        api.responses.create(model="policy", tools=TOOLS, input=[*asked, *result_of(answer)])
+    first, second = gateway.calls(gateway.claims[0])
+    assert extends(second, first)
+    assert second.params["continued"]
+
+
 def test_what_was_not_completed_is_not_continued(gateway: Running) -> None:
     gateway.sampler.fail_after = 1
     claim = gateway.claims[0]

@@ -39,6 +39,7 @@ from agentrl_proxy.sampler import (
     SampleEvent,
     TokenEvent,
 )
+from agentrl_proxy.server.event_data import event_data
 
 log = logging.getLogger("agentrl")
 
@@ -225,12 +226,10 @@ class VllmSampler:
             if answer.status_code != 200:
                 await answer.aread()
                 raise api.refusal(answer)
-            async for line in answer.aiter_lines():
-                if not line.startswith("data: "):
-                    continue
-                if line == "data: [DONE]":
+            async for data in event_data(answer):
+                if data == b"[DONE]":
                     return
-                chunk = json.loads(line[6:])
+                chunk = json.loads(data)
                 if "error" in chunk:
                     raise RefusedError("stopped", f"vLLM: {chunk['error'].get('message')}")
                 for choice in chunk["choices"]:
