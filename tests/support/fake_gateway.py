@@ -22,6 +22,7 @@ class FakeGateway(LocalServer):
         self.boot_id = "boot-1"
         self.healthy = True
         self.takes_spans = True
+        self.delay_s = 0.0  # before it answers for spans
         super().__init__(host)
 
     def answer(
@@ -30,6 +31,7 @@ class FakeGateway(LocalServer):
         if path == "/healthz":
             health = {"boot_id": self.boot_id, "recoveries": 0, "context_length": 4096}
             return 200 if self.healthy else 503, json.dumps(health).encode(), {}
+        time.sleep(self.delay_s)
         ref = self.store.authenticate(headers["authorization"].removeprefix("Bearer "))
         if not self.takes_spans or ref is None or ref.rollout_id not in path:
             return 400, b"", {}

@@ -258,6 +258,32 @@ def test_large_spans_leave_in_several_requests(collector: Collector) -> None:
     assert text.endswith("é (cut: 2,000,002 characters)")
 
 
+def test_a_span_of_the_applications_provider_is_cut_to_what_the_gateway_takes(
+    collector: Collector,
+) -> None:
+    _, ours = run(
+        collector,
+        """
+        trace.set_tracer_provider(TracerProvider())
+        ours()
+        with tracing("root"):
+            with trace.get_tracer("theirs").start_as_current_span("step") as span:
+                span.set_attribute("screenshot", "語" * 9_000_000)
+                span.set_attribute("short", 3)
+                span.add_event("seen", {"pages": ["x" * 4_000_000, "y"]})
+            emit_reward(1)
+        done()
+        """,
+    )
+    assert sorted(ours) == ["agentrl.reward", "root", "step"]
+    step = next(span for span in collector.spans if span.name == "step")
+    text = str(step.attributes["screenshot"])
+    assert text.startswith("語" * 600_000)
+    assert text.endswith("characters]")
+    assert len(text) + len(str(step.events)) < 2_000_000
+    assert step.attributes["short"] == 3
+
+
 def test_spans_that_are_recorded_and_not_sampled_are_not_awaited(collector: Collector) -> None:
     theirs, ours = run(
         collector,

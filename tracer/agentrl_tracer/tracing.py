@@ -7,6 +7,7 @@ process dies by a signal or ``os._exit``, so a rollout ends with a flush.
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import os
@@ -20,7 +21,7 @@ from typing import Any
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor
+from opentelemetry.sdk.trace import Event, ReadableSpan, Span, SpanProcessor
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.trace import Status
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -290,9 +291,9 @@ def _requests(spans: list[ReadableSpan]) -> Iterator[list[ReadableSpan]]:
     request: list[ReadableSpan] = []
     length = 0
     for span in spans:
-        size = sum(
-            _length(some) for some in (span.attributes, *(e.attributes for e in span.events))
-        )
+        size = sum(map(_length, _values(span)))
+        if size > _LARGEST_REQUEST:  # of an application's provider; ours has a limit
+            span, size = _shortened(span), _LARGEST_REQUEST
         if request and length + size > _LARGEST_REQUEST:
             yield request
             request, length = [], 0
@@ -301,8 +302,33 @@ def _requests(spans: list[ReadableSpan]) -> Iterator[list[ReadableSpan]]:
     yield request
 
 
-def _length(attributes: Attributes) -> int:
-    return sum(len(str(value)) for value in (attributes or {}).values())
+def _values(span: ReadableSpan) -> list[Any]:
+    held = [span.attributes, *(event.attributes for event in span.events)]
+    return [value for attributes in held for value in (attributes or {}).values()]
+
+
+def _length(value: Any) -> int:
+    return len(str(value))
+
+
+def _shortened(span: ReadableSpan) -> ReadableSpan:
+    """Return a span whose long values are cut, each to its share of what a request takes."""
+    most = max(_LARGEST_REQUEST // len(_values(span)) - 100, 0)
+
+    def cut(attributes: Attributes) -> Attributes:
+        return {
+            name: value
+            if (length := _length(value)) <= most
+            else f"{str(value)[:most]} [agentrl cut {length - most} of {length} characters]"
+            for name, value in (attributes or {}).items()
+        }
+
+    shortened = copy.copy(span)
+    shortened._attributes = cut(span.attributes)
+    shortened._events = [
+        Event(event.name, cut(event.attributes), event.timestamp) for event in span.events
+    ]
+    return shortened
 
 
 def encodable(text: str) -> str:

@@ -12,7 +12,7 @@ import inspect
 import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from itertools import chain
 from typing import Any
 
@@ -25,6 +25,8 @@ _AT_ONCE = 16
 _GROUPS_AT_ONCE = 32
 """Groups whose traces are in memory."""
 _FAREWELL_S = 2.0  # for what is given up to end
+_RAISED = (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError)
+"""What a function may raise; CancelledError if what it awaits was canceled."""
 OnProgress = Callable[[int, int], object]
 """Called with the numbers of scored and of all groups."""
 
@@ -48,7 +50,6 @@ class Scorer:
         self._under_way: dict[str, Future[None]] = {}
         self._failures: dict[tuple[str, str], list[str]] = {}  # by function and kind; not told yet
         self._thread: threading.Thread | None = None
-        self._threads = ThreadPoolExecutor(_AT_ONCE, "rewards")
         self._calls = asyncio.Semaphore(_AT_ONCE)
         self._groups = asyncio.Semaphore(_GROUPS_AT_ONCE)
         for function in functions:
@@ -97,7 +98,6 @@ class Scorer:
     def close(self) -> None:
         """Give up what is under way."""
         self._tell()
-        self._threads.shutdown(wait=False, cancel_futures=True)
         if self._thread is not None:
             self._loop.call_soon_threadsafe(self._closed.set)
             self._thread.join(_FAREWELL_S)
@@ -144,12 +144,17 @@ class Scorer:
         given = list(traces) if function.compares_group else traces[0]
         try:
             async with self._calls:
-                result: Any = await self._loop.run_in_executor(self._threads, function.call, given)
+                result, error = await asyncio.wrap_future(_on_thread(function.call, given))
+                if error is not None:
+                    raise error
                 result = await result if inspect.isawaitable(result) else result
             results = list(result) if function.compares_group else [result]
             if len(results) != len(traces):
                 raise ValueError(f"{len(results)} results for {len(traces)} rollouts")
-        except (Exception, SystemExit) as error:
+        except _RAISED as error:
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise  # the run ends; else something that the function awaited was canceled
             results = [error] * len(traces)
         cases = zip(traces, results, earlier, strict=True)
         return [one for case in cases for one in self._rewards(function, *case)]
@@ -168,7 +173,7 @@ class Scorer:
                 raise result
             named = result if isinstance(result, Mapping) else {function.name: result}
             return [_reward(function, trace, str(k), _number(x)) for k, x in named.items()]
-        except (Exception, SystemExit) as error:  # also of any object's own ``__float__``
+        except _RAISED as error:  # also of any object's own ``__float__``
             refused = self._refused(function, trace, error)
             return earlier or [refused]
 
@@ -192,6 +197,20 @@ def _reward(
 ) -> Reward:
     key = f"{function.keys}{name}"
     return Reward(trace.attempt_id, trace.rollout_id, name, value, key, explanation=why)
+
+
+def _on_thread(call: Callable[[Any], Any], given: Any) -> Future[tuple[Any, BaseException | None]]:
+    """Call a function on a thread of its own, which keeps no process alive where it hangs."""
+    future = Future[tuple[Any, BaseException | None]]()
+
+    def run() -> None:
+        try:
+            future.set_result((call(given), None))
+        except BaseException as error:
+            future.set_result((None, error))
+
+    threading.Thread(target=run, name="rewards", daemon=True).start()
+    return future
 
 
 def _earlier(function: RewardFunction, trace: Trace) -> list[Reward]:

@@ -135,7 +135,12 @@ class TinkerServer:
         client = self.model(request.model_id)
         run = client.forward if request.forward_only else client.forward_backward
         config = {name: one.text or one.number for name, one in request.loss_fn_config_v2.items()}
-        done = run(protobuf.datums(request), request.loss_fn, config)
+        try:
+            done = run(protobuf.datums(request), request.loss_fn, config)
+        except Exception as error:
+            if not request.forward_only:  # the SDK sends a large batch in parts
+                client.spoil_step(error)
+            raise
         return map_future(done.future(), protobuf.forward_backward_output)
 
     def optim_step(self, body: Json) -> Future[Answer]:

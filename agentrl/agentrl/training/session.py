@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -313,10 +314,16 @@ class Session:
             # A look at 100,000 rollouts takes a while: rest for longer than that.
             time.sleep(max(_POLL_S, _REST * (time.monotonic() - began)))
 
-    def result(self, future: Future[T]) -> T:
-        """Wait for a computation in another thread while runners work on later steps."""
+    def result(self, future: Future[T], *, watch: bool = False) -> T:
+        """Wait for a computation in another thread while runners work on later steps.
+
+        Args:
+            watch: give it up where the run's budget is spent.
+        """
         while not wait([future], timeout=_MAINTAIN_S).done:
             self.maintain()
+            if watch:
+                self.watch()
         return future.result()
 
     def scorer(self, functions: Sequence[RewardFunction], note: Callable[[str], object]) -> Scorer:
@@ -327,7 +334,7 @@ class Session:
             self.gateways.urls[0], plan.operator_key,
             [plan.model.name, *plan.base_names, *plan.adapters],
         )  # fmt: skip
-        return Scorer(functions, context, wait=self.result)
+        return Scorer(functions, context, wait=partial(self.result, watch=True))
 
     def how_to_join(self) -> str | None:
         """Return the command that adds runners; None where the gateway is not set up for any."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -149,6 +151,38 @@ def test_a_failure_leaves_the_rollout_untrained_and_is_told_once(
     [note] = found.notes
     assert note.startswith("rewards: judge gave 2 rollouts no reward: ")
     assert said in note
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, StopIteration, asyncio.CancelledError])
+def test_whatever_a_function_raises_the_others_are_scored(
+    score: Score, raised: type[BaseException]
+) -> None:
+    def now(trace: Trace) -> float:
+        raise raised
+
+    async def later(trace: Trace) -> float:
+        canceled = asyncio.ensure_future(asyncio.sleep(10))
+        canceled.cancel()
+        await canceled
+        return 1.0
+
+    found = score(now, later, size)
+    assert found.totals == [None] * 4
+    assert [sorted(one) for one in found.rewards] == [["later", "now", "size"]] * 4
+    assert len(found.notes) == 2
+
+
+def test_a_function_that_hangs_keeps_no_process_alive(tmp_path: Path) -> None:
+    script = """
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+from agentrl.scoring.functions import RewardFunction, ScoringContext
+from agentrl.scoring.scorer import Scorer, _on_thread
+
+_on_thread(lambda given: threading.Event().wait(), None)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60, cwd=tmp_path)
 
 
 def test_a_group_is_compared_as_a_whole(score: Score) -> None:

@@ -95,6 +95,19 @@ def test_a_step_is_the_local_clients(client: Client, tmp_path: Path) -> None:
         assert norm == local.optim_step(AdamParams(1e-3)).result().metrics["grad_norm"]
 
 
+def test_a_batch_of_which_a_part_is_refused_is_not_stepped_on(client: Client) -> None:
+    """The SDK sends a large batch in parts, and ``optim_step`` before it has their answers."""
+    model_id = client.create(client.post("create_session", {}).json()["session_id"])
+    bad = Datum(supervised().model_input, {"target_tokens": ROW[:-1]})
+    adam = {"model_id": model_id, "adam_params": ADAM}
+    client.fetch(client.begin("forward_backward", request_of(model_id, 1, supervised())))
+    assert client.done("forward_backward", request_of(model_id, 2, bad))["category"] == "user"
+    stepped = client.done("optim_step", adam | {"seq_id": 3})
+    assert "nothing was updated: a forward_backward before this step failed" in stepped["error"]
+    client.fetch(client.begin("forward_backward", request_of(model_id, 4, supervised())))
+    assert client.done("optim_step", adam | {"seq_id": 5})["metrics"]["grad_norm"] > 0
+
+
 def test_mistakes_are_named(client: Client) -> None:
     model_id = client.create("s1")
     bad = Datum(supervised().model_input, {"target_tokens": ROW[:-1]})

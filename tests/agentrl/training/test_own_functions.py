@@ -120,6 +120,18 @@ def test_functions_that_fit_are_taken(file: Path) -> None:
     assert sums["clipped"] == 1
 
 
+def test_defaults_of_an_estimator_are_its_own(file: Path) -> None:
+    file.write_text(
+        "def scaled(rewards, factor=2.0): return [factor * r for r in rewards]\n"
+        "def told(rewards, members=None): return [float(len(members))] * len(rewards)\n"
+        "def starred(*given): return [float(len(given))] * len(given[0])\n"
+    )
+    for name, expected in (("scaled", [2.0, 0.0]), ("told", [0.0, 0.0]), ("starred", [1.0, 1.0])):
+        estimator = own_estimator(config(estimator=f"{file}:{name}"))
+        assert estimator is not None
+        assert estimator([1.0, 0.0], []) == expected
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -166,6 +166,14 @@ def test_turns_are_compared_with_the_same_turn_of_others() -> None:
 
 
 @pytest.mark.parametrize("normalize", [False, True])
+def test_a_turn_of_one_member_teaches_where_totals_are_equal(normalize: bool) -> None:
+    """It solved the task, took a useless turn and undid it; the other one solved it at once."""
+    found = turn_advantages([[1.0, 1.0, -1.0], [1.0]], CreditSettings(normalize_std=normalize))
+    assert found.advantages == [[0.0, -1.0, -2.0], [0.0]]
+    assert found.skipped == [None, None]
+
+
+@pytest.mark.parametrize("normalize", [False, True])
 def test_one_turn_without_discount_and_without_common_states_is_grpo(normalize: bool) -> None:
     how = CreditSettings(normalize_std=normalize)
     expected = group_advantages(SCORES, how).advantages

@@ -137,6 +137,17 @@ def test_a_conversation_of_both_sides_is_cut_by_side() -> None:
     assert [round(a) for a in batch.rows[0].advantages] == [0, 0, 0, 0, -1, -1, 0, 0, -1, -1]
 
 
+def test_an_agent_of_two_adapters_keeps_what_it_earned_with_each() -> None:
+    calls = [
+        replace(call, adapter="x" if game.id == "r1" else "y", model="x", agent="white")
+        for game in GAMES
+        for call in moves(game.id)
+    ]
+    rules = {name: AdapterRule() for name in ("x", "y")}
+    found = assemble_adapters(GAMES, calls, results(), SETTINGS, rules).whole()
+    assert found.of_agents["white"].keys() == {game.id for game in GAMES}
+
+
 def test_two_adapters_learn_opposite_rewards() -> None:
     calls = [
         replace(call, adapter=call.agent, model=call.agent or "")

@@ -190,6 +190,26 @@ def test_a_rank_that_dies_fails_the_call_and_the_next_goes_on(both: tuple[Learne
         ranked.forward_backward(groups(10), "unknown")
 
 
+def test_a_call_that_fails_costs_no_gradients_unnoticed(both: tuple[Learner, Any]) -> None:
+    one, ranked = both
+    if isinstance(ranked.learner, ShardedLearner):
+        return  # its followers have ended for good
+    before = one.state_dict()
+    for of in both:
+        of.load_state_dict(before)
+    ranked.forward_backward(groups(11, adapters=("a",)))
+    with pytest.raises(ValueError, match="unknown"):
+        ranked.forward_backward(groups(11, adapters=("b",)), "unknown")
+    ranked.forward_backward(groups(12, adapters=("a",)))
+    with pytest.raises(RuntimeError, match="nothing was updated: gradients were lost"):
+        ranked.optim_step(ADAM, ["a"])
+    assert distance(*both) == 0
+    for of in both:
+        of.forward_backward(groups(12, adapters=("a",)))
+        assert of.optim_step(ADAM, ["a"]).grad_norm > 0
+    assert distance(*both) < 1e-6
+
+
 def test_ranks_of_a_sharded_base_keep_in_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

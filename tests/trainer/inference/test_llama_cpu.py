@@ -7,6 +7,7 @@ import itertools
 import random
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from transformers.models.ministral3 import Ministral3Config, Ministral3ForCausal
 
 from agentrl_trainer.inference import SampleParams, SamplerEngine, linear_products, llama_cpu
 from agentrl_trainer.inference.linear_products import FusedLinear, Int8Linear, can_pack
-from agentrl_trainer.inference.llama_cpu import BLOCK, RmsNorm, split_blocks
+from agentrl_trainer.inference.llama_cpu import BLOCK, LlamaCpuForward, RmsNorm, split_blocks
 from agentrl_trainer.inference.requests import RequestError
 from agentrl_trainer.models.sources import ModelError
 
@@ -94,6 +95,24 @@ def test_an_adapter_of_some_layers_comes_and_goes(engine, base, tmp_path: Path) 
         answer = Asked(engine, [1, 2, 3], SampleParams(max_tokens=150, seed=1), name).one()
         assert worst_difference(reference, [1, 2, 3], answer) < 2e-5
     assert worst_difference(plain, [1, 2, 3], answer) > 0.1  # it is no small adapter
+
+
+def test_a_merge_that_fails_is_made_again(
+    engine, base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapted = make_adapter(base, tmp_path / "v1", 0, ["k_proj", "up_proj"])
+    engine.load_adapter("policy", 1, tmp_path / "v1").result(30)
+    engine.drop_prefixes().result(30)
+
+    def fails(*_: Any) -> Any:
+        raise MemoryError("no memory")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(LlamaCpuForward, "adapted", fails)
+        failed = Asked(engine, [1, 2, 3], SampleParams(max_tokens=8), "policy").one()
+    assert failed.end.reason == "error"
+    answer = Asked(engine, [1, 2, 3], SampleParams(max_tokens=50, seed=1), "policy").one()
+    assert worst_difference(adapted, [1, 2, 3], answer) < 2e-5
 
 
 def test_merged_weights_are_freed_at_rest_and_made_again(engine, base, tmp_path: Path) -> None:

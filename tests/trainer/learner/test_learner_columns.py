@@ -108,6 +108,22 @@ def test_a_column_must_be_whole() -> None:
 Metrics = dict[str, float]
 
 
+def test_a_row_beyond_the_budget_is_recomputed_with_a_custom_loss(moved: Learner) -> None:
+    [row] = data(rows=1)
+    found: list[tuple[Tensor, ...]] = []
+    for budget in (4, 1000):
+        moved.token_budget = budget
+        passes: list[int] = []
+        hook = moved.base.model.model.layers[0].mlp.gate_proj.register_forward_hook(
+            lambda *_, passes=passes: passes.append(1)
+        )
+        moved.forward_backward_custom([row], lambda _, lps: (lps[0].square().sum(), {}))
+        hook.remove()
+        assert len(passes) == (3 if budget == 4 else 1)  # forward, forward again, recomputed
+        found.append(gradients(moved))
+    assert_same(found[0], found[1], rtol=1e-3, atol=1e-5)
+
+
 @pytest.mark.parametrize("datums", [data(rows=4), warm(data(rows=4))], ids=["cold", "warm"])
 def test_a_custom_loss_over_several_datums(moved: Learner, datums: list[TrainingRow]) -> None:
     """DPO-like: a function of pairs, which no sum over tokens is."""

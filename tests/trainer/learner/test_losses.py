@@ -23,16 +23,16 @@ def clip(x: float, low: float, high: float) -> float:
 
 
 def obvious_term(
-    name: str, o: Any, lp: float, frozen: float, old: float, a: float, mean_gap: float
+    name: str, o: Any, lp: float, frozen: float, old: float, q: float, a: float, mean_gap: float
 ) -> float:
-    """One token's term. ``frozen`` is lp where a formula stops the gradient."""
+    """One token's term. ``frozen``: lp where a formula stops the gradient; ``q``: the sampler's."""
     r = math.exp(lp - old)
     if name == "cross_entropy":
         return -a * lp
     if name == "importance_sampling":
         return -r * a
     if name == "dro":
-        return -(lp * a - o.beta / 2 * (lp - old) ** 2)
+        return -(lp * a - o.beta / 2 * (lp - q) ** 2)
     if name == "dppo":
         p, q = math.exp(frozen), math.exp(old)
         divergence = abs(p - q)
@@ -80,7 +80,7 @@ def obvious(
     total = 0.0
     for i, (lp, a) in enumerate(zip(lps, advantages, strict=True)):
         mean_gap = sum(frozen[j] - olds[j] for j in members[i]) / len(members[i])
-        term = obvious_term(name, o.own, lp, frozen[i], olds[i], a, mean_gap)
+        term = obvious_term(name, o.own, lp, frozen[i], olds[i], qs[i], a, mean_gap)
         if o.correction.mode != "none":
             gaps = [olds[j] - qs[j] for j in members[i]]
             mean = sum(gaps) / len(gaps)
@@ -200,7 +200,7 @@ def test_weights_and_a_proximal_policy(name: str) -> None:
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 @pytest.mark.parametrize("how", ["truncate", "mask"])
 @pytest.mark.parametrize("decoupled", [False, True])
-@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo"])
+@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "dro"])
 def test_off_policy_correction(name: str, how: str, level: str, decoupled: bool) -> None:
     _, qs, _ = sample(3)
     columns: dict[str, list[Any]] = {"proximal": near(qs, 0.4, 3)} if decoupled else {}

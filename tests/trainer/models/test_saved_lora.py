@@ -7,10 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from small_learner import qwen3
 
-from agentrl_trainer.models.saved_lora import read_lora
+from agentrl_trainer.models.loading import load_base
+from agentrl_trainer.models.lora import (
+    adapter_parameters,
+    attach_adapter,
+    load_adapter_weights,
+    lora_config,
+    save_adapter,
+)
+from agentrl_trainer.models.saved_lora import WEIGHTS_FILE, read_lora
 from agentrl_trainer.models.sources import ModelError
 
 
@@ -77,3 +87,28 @@ def test_rank_scale_and_targets_are_the_folders(tmp_path: Path) -> None:
     assert (found.rank, found.alpha, found.targets) == (16, 32, ["q_proj", "v_proj"])
     assert found.base == "unsloth/Qwen3-4B-unsloth-bnb-4bit"
     assert [note.split()[0] for note in found.notes] == ["use_rslora:", "lora_dropout"]
+
+
+@pytest.mark.parametrize(
+    "names", [("0", "1"), ("policy", "mlp"), ("policy", "weight"), ("q_proj", "lora_A")]
+)
+def test_an_adapter_is_whole_beside_one_that_is_named_as_a_part_of_the_model(
+    tmp_path: Path, names: tuple[str, str]
+) -> None:
+    base = load_base("agentrl-tiny", device="cpu", dtype="float32")
+    model = attach_adapter(base, names[0], lora_config(4, 32.0), 0)
+    attach_adapter(model, names[1], lora_config(4, 32.0), 1)
+    for name in names:
+        own = adapter_parameters(model, name)
+        assert len(own) == 2 * 7 * 3
+        with torch.no_grad():
+            for parameter in own.values():
+                parameter.normal_()
+        save_adapter(model, name, tmp_path / name)
+        assert len(load_file(tmp_path / name / WEIGHTS_FILE)) == 2 * 7 * 3
+        kept = {key: parameter.clone() for key, parameter in own.items()}
+        with torch.no_grad():
+            for parameter in own.values():
+                parameter.zero_()
+        load_adapter_weights(model, name, tmp_path / name)
+        assert all(torch.equal(own[key], kept[key]) for key in kept)

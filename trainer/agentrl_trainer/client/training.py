@@ -188,6 +188,14 @@ class TrainingClient(Client):
 
         return self._run(guarded)
 
+    def spoil_step(self, error: Exception) -> None:
+        """Have the next ``optim_step`` refuse, as after a ``forward_backward`` that failed."""
+
+        def fail() -> None:
+            raise error
+
+        self._accumulate(fail)
+
     def prepare(
         self, rows: Sequence[TrainingRow], settings: UpdateSettings
     ) -> APIFuture[list[TrainingRow]]:

@@ -53,6 +53,10 @@ class AdapterBatches:
     def whole(self) -> StepBatch:
         """Merge all batches into one, for the accounting and the step's metrics."""
         parts = [*self.by_adapter.values(), self.rest]
+        of_agents: dict[str, dict[str, float | None]] = {}
+        for part in parts:
+            for agent, earned in part.of_agents.items():  # one may have called several adapters
+                of_agents[agent] = of_agents.get(agent, {}) | earned
         return replace(
             self.rest,
             rows=[row for part in parts for row in part.rows],
@@ -64,7 +68,7 @@ class AdapterBatches:
                 for group, members in part.groups.items()
             },
             off_policy=sum((part.off_policy for part in parts), Counter()),
-            of_agents={agent: of for part in parts for agent, of in part.of_agents.items()},
+            of_agents=of_agents,
         )
 
 

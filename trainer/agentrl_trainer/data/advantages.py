@@ -275,9 +275,13 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _relative(value: float, among: Sequence[float], settings: CreditSettings) -> float:
-    """Center ``value``, and scale it if asked; exactly 0 if all are equal."""
-    centered = 0.0 if _all_equal(among) else value - _mean(among)
-    return centered / (settings.scaling.divisor(among) if settings.normalize_std else 1.0)
+    """Center ``value``, and scale it if asked; exactly 0 if all are equal.
+
+    ``value`` need not be among them. Where these are equal, there is nothing to scale by.
+    """
+    centered = 0.0 if _all_equal([value, *among]) else value - _mean(among)
+    scaled = settings.normalize_std and not _all_equal(among)
+    return centered / (settings.scaling.divisor(among) if scaled else 1.0)
 
 
 def _all_equal(scores: Sequence[float]) -> bool:

@@ -16,32 +16,33 @@ import pickle
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.distributed.plan import RankError, RankPlan
 from agentrl_trainer.distributed.processes import FollowerProcess
 from agentrl_trainer.distributed.rank import Rank
 from agentrl_trainer.distributed.sharded import learner_of
+from agentrl_trainer.learner.loss_options import AdamParams
 from agentrl_trainer.learner.losses import CustomLoss, custom_slopes
-from agentrl_trainer.learner.step_stats import StepStats
+from agentrl_trainer.learner.step_stats import OptimStats, StepStats
 from agentrl_trainer.models.devices import choose_device
 from agentrl_trainer.models.loading import BaseModel
 
 COMPUTED = {
     "forward", "values", "with_temperature", "with_reference", "with_proximal", "finite_rows",
-    "forward_backward", "optim_step",
 }  # fmt: skip
-"""Calls that all ranks make together."""
+"""Calls that all ranks make together, as they do ``forward_backward`` and ``optim_step``."""
 STRUCTURE = {"add_adapter", "remove_adapter", "add_reference"}
-"""Calls that each rank makes for itself, and that new followers repeat."""
-STATE = {"load_state_dict", "discard_gradients"}
-"""Calls that each rank makes for itself; new followers get the state that they led to."""
+"""Calls that each rank makes for itself, and that new followers repeat. Those that change weights
+or gradients are not repeated: new followers get the state that they led to."""
 _LAST_WORDS_S = 10.0
 _GONE = "the other trainers have ended, and their parts of the base model with them; start anew"
 _BY_PEER = "by peer"
@@ -172,13 +173,18 @@ class RankedLearner:
 
     Raises:
         RankError: by a call during which a rank ended. Gradients that no ``optim_step`` has
-            applied are lost then.
+            applied are lost then, as after any call of all ranks that fails; the next
+            ``optim_step`` of their adapters says so.
     """
 
     def __init__(self, followers: Followers, base: BaseModel, options: Mapping[str, Any]) -> None:
         self._followers, self._options = followers, options
         self._sharded = followers.plan.shard
         self._structure: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        self._accumulated: set[str] = set()
+        """Adapters with gradients that no step has applied."""
+        self._lost: dict[str, Exception] = {}
+        """Adapters whose gradients are gone, with the error of the call that cost them."""
         self._like_here = False
         """Whether the followers' adapters are those of this process."""
         if self._sharded and not followers.running:
@@ -191,28 +197,71 @@ class RankedLearner:
             raise
 
     def __getattr__(self, name: str) -> Any:
-        if name not in COMPUTED | STRUCTURE | STATE:
+        if name not in COMPUTED | STRUCTURE:
             return getattr(self._rank, name)
 
-        def together(*args: Any, **options: Any) -> Any:
-            try:
-                self._prepare()
-                self._send(name, *args, **options)
-                return getattr(self._rank, name)(*args, **options)
-            except Exception as error:
-                self._rank.discard_gradients()
-                self._like_here = False
-                self._followers.end(error)
-                raise
+        return partial(self._together if name in COMPUTED else self._each, name)
 
-        def each(*args: Any, **options: Any) -> Any:
-            found = getattr(self._rank, name)(*args, **options)
+    def _together(self, name: str, *args: Any, **options: Any) -> Any:
+        try:
+            self._prepare()
             self._send(name, *args, **options)
-            if name in STRUCTURE:
-                self._structure.append((name, args, options))
-            return found
+            return getattr(self._rank, name)(*args, **options)
+        except Exception as error:
+            self._lost |= dict.fromkeys(self._accumulated, error)
+            self._rank.discard_gradients()
+            self._like_here = False
+            self._followers.end(error)
+            raise
 
-        return together if name in COMPUTED else each
+    def _each(self, name: str, *args: Any, **options: Any) -> Any:
+        found = getattr(self._rank, name)(*args, **options)
+        self._send(name, *args, **options)
+        if name in STRUCTURE:
+            self._structure.append((name, args, options))
+        return found
+
+    def forward_backward(
+        self, rows: Sequence[TrainingRow], *args: Any, backward: bool = True, **options: Any
+    ) -> StepStats:
+        stats = self._together("forward_backward", rows, *args, backward=backward, **options)
+        if backward:
+            self._accumulated |= {row.adapter for row in rows}
+        return stats
+
+    def optim_step(
+        self, adam: AdamParams | None = None, adapters: Collection[str] | None = None
+    ) -> OptimStats:
+        """Step as ``Learner.optim_step``.
+
+        Raises:
+            RuntimeError: gradients of these adapters were lost; nothing is updated.
+        """
+        named = self._rank.adapters if adapters is None else adapters
+        lost = [self._lost[name] for name in named if name in self._lost]
+        if lost:
+            self.discard_gradients(named)
+            raise RuntimeError(
+                f"nothing was updated: gradients were lost with a call that failed ({lost[0]})"
+            ) from lost[0]
+        stats = self._together("optim_step", adam, adapters)
+        self._accumulated -= {*named}
+        return stats
+
+    def discard_gradients(self, adapters: Collection[str] | None = None) -> None:
+        self._each("discard_gradients", adapters)
+        self._forget(adapters)
+
+    def load_state_dict(
+        self, state: Mapping[str, Tensor], adapters: Collection[str] | None = None
+    ) -> None:
+        self._each("load_state_dict", state, adapters)
+        self._forget(adapters)
+
+    def _forget(self, adapters: Collection[str] | None) -> None:
+        for name in self._rank.adapters if adapters is None else adapters:
+            self._lost.pop(name, None)
+            self._accumulated.discard(name)
 
     def forward_backward_custom(
         self, rows: Sequence[TrainingRow], function: CustomLoss[TrainingRow]

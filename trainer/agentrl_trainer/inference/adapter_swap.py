@@ -141,12 +141,13 @@ class MergedWeights(AdapterWeights):
     @torch.inference_mode(False)  # no Parameter takes the data of a tensor of that mode
     @torch.no_grad()
     def _merge(self, prepared: PreparedAdapter) -> None:
+        merged: dict[str, torch.Tensor] = {}
         for name, (a, b, scale) in prepared.loras.items():
             weight = self._original[name]
             update = (b.to(weight.device).float() @ a.to(weight.device).float()) * scale
-            prepared.weights[name] = (weight.float() + update).to(weight.dtype)
-        if self._lean is not None:
-            prepared.products = self._lean.adapted(prepared.weights)
+            merged[name] = (weight.float() + update).to(weight.dtype)
+        products = None if self._lean is None else self._lean.adapted(merged)
+        prepared.weights, prepared.products = merged, products  # all of it, or nothing
 
     def rest(self, adapters: Iterable[PreparedAdapter]) -> None:
         self.activate(None)

@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import logging
 import math
+import secrets
 import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Sequences
@@ -116,6 +117,8 @@ class SamplerEngine:
             max_batch=max_batch,
             prefill_chunk=prefill_chunk or (4096 if base.device.type == "cuda" else 512),
         )
+        self._seed = secrets.randbits(64)
+        """Of requests without one: engines draw different numbers for them."""
         self._unseeded = itertools.count()
         self._after_round = after_round
         self._thread = threading.Thread(target=self._run, name="agentrl-sampler", daemon=True)
@@ -179,7 +182,7 @@ class SamplerEngine:
             ids, values = zip(*params.logit_bias, strict=True)
             numbers = torch.tensor(values, dtype=torch.float32, device=self.base.device)
             bias = (torch.tensor(ids, device=self.base.device), numbers)
-        key = (1, 0, next(self._unseeded)) if params.seed is None else (0, params.seed)
+        key = (1, self._seed, next(self._unseeded)) if params.seed is None else (0, params.seed)
         sequences = [
             Sequence(
                 request=request,

@@ -63,7 +63,7 @@ class Grammars:
         self._tokenizer = tokenizer
         self._vocab = vocab
         self._eos_ids = eos_ids
-        self._lock = threading.Lock()
+        self._lock, self._compiling = threading.Lock(), threading.Lock()
         self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
 
     def knows(self, grammar: str) -> bool:
@@ -76,18 +76,30 @@ class Grammars:
         Raises:
             RequestError: the grammar is invalid, or the tokenizer is not a fast one.
         """
+        started = self._known(grammar)
+        if started is None:
+            with self._compiling:  # those who start a known one do not wait
+                started = self._known(grammar) or self._compile(grammar)
+        return GrammarState(started, self._eos_ids)
+
+    def _known(self, grammar: str) -> llguidance.LLMatcher | None:
         with self._lock:
             compiled = self._compiled.get(grammar)
             if compiled is None:
-                compiled = llguidance.LLMatcher(self._words, grammar, log_level=0)
-                if compiled.is_error():
-                    why = compiled.get_error()
-                    raise RequestError("invalid_grammar", f"the grammar is invalid: {why}")
-                self._compiled[grammar] = compiled
-                if len(self._compiled) > _MOST_COMPILED:
-                    self._compiled.popitem(last=False)
+                return None
             self._compiled.move_to_end(grammar)
-            return GrammarState(compiled.deep_copy(), self._eos_ids)
+            return compiled.deep_copy()
+
+    def _compile(self, grammar: str) -> llguidance.LLMatcher:
+        compiled = llguidance.LLMatcher(self._words, grammar, log_level=0)
+        if compiled.is_error():
+            why = compiled.get_error()
+            raise RequestError("invalid_grammar", f"the grammar is invalid: {why}")
+        with self._lock:
+            self._compiled[grammar] = compiled
+            if len(self._compiled) > _MOST_COMPILED:
+                self._compiled.popitem(last=False)
+            return compiled.deep_copy()
 
     def allowed(self, states: Sequence[GrammarState | None]) -> torch.Tensor:
         """Whether each token may come next, ``[states, vocab]`` on the CPU; None allows all.

@@ -360,12 +360,13 @@ class Learner(AdapterOptimizers):
 
         As in Tinker: a forward pass, the function's gradient with respect to the log-probs, then
         the backward of the log-probs that have that gradient. With a single micro-batch it goes
-        through the first pass; with more, whose activations would all be held at once, it takes a
-        second forward pass. The loss is taken as it is, without a division.
+        through the first pass; with more, or with one that is too long to hold its activations, it
+        takes a second forward pass. The loss is taken as it is, without a division.
         """
         batches = self._pack(rows)
         kept: Tensor | None = None
-        if len(batches) == 1 and batches[0].stem is None:
+        fits = batches[0].input_ids.numel() <= self.token_budget if batches else False
+        if len(batches) == 1 and batches[0].stem is None and fits:
             [batch] = self._ready(self._stems(batches, backward=True))
             kept, _ = self._forward_batch(batch)
             found = [[0.0] * len(row.tokens) for row in rows]

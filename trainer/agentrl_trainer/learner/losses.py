@@ -75,6 +75,7 @@ class Tokens:
 
     lp: Tensor
     log_ratio: Tensor  # lp minus the log-prob of the policy that ratios are taken against
+    drift: Tensor  # lp minus the sampler's log-prob
     advantages: Tensor
     sequences: Tensor | None  # int64: the sequence of each token, from 0
 
@@ -123,7 +124,7 @@ class Loss:
         corrects = options.correction.mode != "none"
         if corrects and proximal is None:
             against = logprobs.detach()  # the step's first update: its policy is the proximal one
-        tokens = Tokens(logprobs, logprobs - against, advantages, sequences)
+        tokens = Tokens(logprobs, logprobs - against, drift, advantages, sequences)
         term, clipped = self.formula(tokens, options.own)
         sums = token_sums(logprobs, drift)
         if clipped is not None:
@@ -197,7 +198,7 @@ def cispo(tokens: Tokens, options: ClipOptions) -> tuple[Tensor, Tensor]:
 def dro(tokens: Tokens, options: DroOptions) -> tuple[Tensor, None]:
     """Optimize the reward directly: arXiv:2405.19107, token-wise as in Tinker. ``beta`` weights
     the square that holds the policy near the sampler's."""
-    square = 0.5 * options.beta * tokens.log_ratio.square()
+    square = 0.5 * options.beta * tokens.drift.square()
     return -(tokens.lp * tokens.advantages - square), None
 
 

@@ -38,7 +38,8 @@ def add_loss(name: str, function: OwnLoss) -> None:
 
     lp = torch.tensor([-0.5, -1.0, -2.0], requires_grad=True)
     advantages, sequences = torch.tensor([1.0, -1.0, 0.5]), torch.tensor([0, 0, 1])
-    term, _ = formula(Tokens(lp, lp - lp.detach() + 0.1, advantages, sequences), None)
+    ratio = lp - lp.detach() + 0.1
+    term, _ = formula(Tokens(lp, ratio, ratio, advantages, sequences), None)
     if not term.requires_grad:
         said = "its value has no gradient: it must depend on tokens.lp or tokens.log_ratio"
         raise FunctionError(f"algorithm.loss: {name}: {said}")

@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -33,7 +32,6 @@ HEAD_KEY = "score.weight"
 """A reward model's head [1, hidden], named as by transformers' models for sequence classification.
 """
 _SAVED_HEAD = f"base_model.model.{HEAD_KEY}"
-_state = partial(get_peft_model_state_dict, save_embedding_layers=False)
 
 
 def lora_config(rank: int, alpha: float, targets: str | list[str] = "all-linear") -> LoraConfig:
@@ -101,7 +99,11 @@ def attach_saved_adapter(peft_model: PeftModel, name: str, folder: str | Path) -
 
 
 def adapter_parameters(model: PeftModel, name: str) -> dict[str, nn.Parameter]:
-    """Find an adapter's tensors, by keys that do not contain its name."""
+    """Find an adapter's tensors, by keys that do not contain its name.
+
+    PEFT's ``get_peft_model_state_dict`` gives the same, but leaves out what another adapter's name
+    is a part of: of an adapter beside one named "mlp", all of the MLPs.
+    """
     # ...q_proj.lora_A.<name>.weight, or ...lora_embedding_A.<name>
     own = re.compile(rf"(.*lora_\w+)\.{re.escape(name)}(|\.weight)")
     named = ((own.fullmatch(key), parameter) for key, parameter in model.named_parameters())
@@ -116,7 +118,7 @@ def save_adapter(
     A folder that is already there is replaced. ``head``: of a reward model. The folder is then one
     that PEFT's ``AutoPeftModelForSequenceClassification`` loads with ``num_labels=1``.
     """
-    state = _state(peft_model, adapter_name=adapter_name)
+    state = adapter_parameters(peft_model, adapter_name)
     tensors = {key: value.detach().cpu().contiguous() for key, value in state.items()}
     config = peft_model.peft_config[adapter_name].to_dict() | {"inference_mode": True}
     if head is not None:
@@ -135,7 +137,7 @@ def load_adapter_weights(peft_model: PeftModel, adapter_name: str, folder: str |
     Raises:
         ModelError: the adapter is one of other targets, rank or base model.
     """
-    state = _state(peft_model, adapter_name=adapter_name)
+    state = adapter_parameters(peft_model, adapter_name)
     loaded = load_file(str(Path(folder) / WEIGHTS_FILE))
     if _SAVED_HEAD not in state:  # a learner's head is not part of its PEFT model
         loaded.pop(_SAVED_HEAD, None)
@@ -183,7 +185,7 @@ def read_adapter(peft_model: PeftModel, adapter_name: str, folder: str | Path) -
         raise ModelError(f"adapter: {folder} does not fit this model: {error}") from error
     with safe_open(str(Path(folder) / WEIGHTS_FILE), framework="pt") as file:
         own_names = set(file.keys())
-    if _state(peft_model, adapter_name=adapter_name).keys() == own_names:
+    if adapter_parameters(peft_model, adapter_name).keys() == own_names:
         load_adapter_weights(peft_model, adapter_name, folder)
         return
     lacks = [name for name in loaded.missing_keys if f".{adapter_name}." in f"{name}."]

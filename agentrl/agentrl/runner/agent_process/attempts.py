@@ -28,7 +28,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import asdict, replace
@@ -58,11 +58,13 @@ from agentrl.runner.protocol import AttemptEnding, AttemptFailed, RunnerConfig, 
 from agentrl_tracer.conventions import OUTPUT
 from agentrl_tracer.emit import emit_reward
 from agentrl_tracer.schemas import Claim
-from agentrl_tracer.tracing import attributed, rollout_tracing, tracing
+from agentrl_tracer.tracing import attributed, flush, rollout_tracing, tracing
 
 _TRACE_CONTEXT = ("TRACEPARENT", "TRACESTATE")
 _TRACEBACK_LINES = 12
 _LONGEST = 4000  # characters of an error, and of what the agent returned
+_NO_STREAM = (OSError, ValueError, AttributeError)
+"""Of a full disk, or standard output that the agent has closed or replaced."""
 _log: ContextVar[TextIO | None] = ContextVar("agentrl_log", default=None)
 
 
@@ -137,8 +139,7 @@ def _run_in_turn(config: RunnerConfig, worker_fd: int, known_modules: int | None
         message = messages.get()
         redirect_output(message.pop("log"))
         claim = Claim(**message)
-        for stream in (sys.stdout, sys.stderr):  # a killed agent's last words must be in the log
-            stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
+        _buffer_lines()
         ending = run_attempt(config, claim)
         if known_modules is not None:
             modules = third_party_modules(parse_agent(config.agent), known_modules)
@@ -154,10 +155,25 @@ def redirect_output(log: int) -> None:
     os.close(log)
 
 
+def _buffer_lines() -> None:
+    """Have a killed agent's last words in the log. The agent before may have closed its streams."""
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        stream: Any = getattr(sys, name)
+        if stream is None or getattr(stream, "closed", False):
+            setattr(sys, name, open(descriptor, "w", buffering=1, closefd=False))  # noqa: SIM115
+        elif hasattr(stream, "reconfigure"):  # else it is the agent's own
+            stream.reconfigure(line_buffering=True)
+
+
 def _flush_output() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # a full disk, or the agent closed it
+        with contextlib.suppress(*_NO_STREAM):
             stream.flush()
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(*_NO_STREAM):
+        sys.stderr.write(text)
 
 
 class _RoutedOutput(io.TextIOBase):
@@ -217,9 +233,10 @@ async def _run_concurrently(config: RunnerConfig, worker_fd: int) -> None:
                             "share a process; make it `async def`, or leave concurrency at 1"
                         )
                     with _root_span(agent.name, claim):
-                        result = await agent.run_async(claim.task)
+                        with _forks_end():
+                            result = await agent.run_async(claim.task)
                         _record_result(result, rewarded=attempt.rewarded)
-                complete = await asyncio.to_thread(attempt.finish)
+                complete = await _whole(asyncio.to_thread(attempt.finish))
         del tasks[claim.attempt_id]
         ending = AttemptEnding.of(failures, complete=complete)
         report({"attempt": claim.attempt_id, **asdict(ending)})
@@ -251,7 +268,9 @@ def run_attempt(config: RunnerConfig, claim: Claim) -> AttemptEnding:
             TraceContextTextMapPropagator().inject(carrier)
             if "traceparent" in carrier:  # the parent of the agent's subprocesses' spans
                 os.environ["TRACEPARENT"] = carrier["traceparent"]
-            _record_result(agent.run(claim.task), rewarded=attempt.rewarded)
+            with _forks_end():
+                result = agent.run(claim.task)
+            _record_result(result, rewarded=attempt.rewarded)
     return AttemptEnding.of(failures, complete=attempt.finish())
 
 
@@ -273,10 +292,44 @@ def _failures_in(failures: list[AttemptFailed]) -> Iterator[None]:
         yield
     except AttemptFailed as failed:
         failures.append(failed)
-        sys.stderr.write(f"{failed}\n")
+        _say(f"{failed}\n")
     except BaseException as raised:  # CancelledError and SystemExit too
         if not isinstance(raised, SystemExit) or raised.code not in (None, 0):
             failures.append(AttemptFailed(_show_error(raised)))
+
+
+@contextlib.contextmanager
+def _forks_end() -> Iterator[None]:
+    """End processes that the agent forks where they leave it, as in a script of the agent's own."""
+    own = os.getpid()
+    try:
+        yield
+    except BaseException as raised:
+        if os.getpid() == own:
+            raise
+        code = raised.code if isinstance(raised, SystemExit) else 1
+        if not isinstance(code, int | None):
+            _say(f"{code}\n")
+        elif not isinstance(raised, SystemExit):
+            _show_error(raised)
+        _end_fork(code if isinstance(code, int) else int(code is not None))
+    if os.getpid() != own:
+        _end_fork(0)
+
+
+def _end_fork(code: int) -> NoReturn:
+    flush()
+    _flush_output()
+    os._exit(code)
+
+
+async def _whole(work: Coroutine[Any, Any, bool]) -> bool:
+    """Return the result of what a cancellation must not cut off."""
+    task = asyncio.ensure_future(work)
+    while not task.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.shield(task)
+    return task.result()
 
 
 @cache  # loaded once for all attempts of a process
@@ -292,7 +345,8 @@ def _load_agent(spec: str, keep_loop: bool) -> LoadedAgent:
 def _record_result(result: Any, *, rewarded: bool) -> None:
     """Record what the agent returned; a number is its reward, unless it emitted one."""
     if result is not None:
-        trace.get_current_span().set_attribute(OUTPUT, repr(result)[:_LONGEST])
+        with contextlib.suppress(Exception):  # what the agent's own class raises
+            trace.get_current_span().set_attribute(OUTPUT, repr(result)[:_LONGEST])
     if not rewarded and isinstance(result, numbers.Real) and not isinstance(result, bool):
         emit_reward(result)
 
@@ -304,7 +358,7 @@ def _show_error(raised: BaseException) -> str:
     while frames is not None and frames.tb_frame.f_code.co_filename.startswith(ours):
         frames = frames.tb_next
     text = "".join(traceback.format_exception(type(raised), raised, frames))
-    sys.stderr.write(text)
+    _say(text)
     if isinstance(raised, SystemExit):
         return f"SystemExit: {raised.code}"
     return "\n".join(text.rstrip().splitlines()[-_TRACEBACK_LINES:])[-_LONGEST:]

@@ -100,6 +100,9 @@ class RolloutQueue:
             ahead = itertools.chain.from_iterable(self._rollouts_of(self._groups))
             overlapped = seconds_of_running(ahead, self._handed_over)
         self.queue_up_to(step)
+        # The batch of a run that was resumed may have been larger.
+        known = [one.position for one in (*self._groups, *self._plans) if one.planned_for == step]
+        free = max([how.batch_size - 1, *known]) + 1
         rollouts: list[Rollout] = []
         filled = carried_over = resampled = 0
         for rounds_left in range(how.resample_zero_variance, -1, -1):
@@ -114,7 +117,7 @@ class RolloutQueue:
             missing = how.batch_size - filled
             if not missing or not rounds_left:
                 break
-            first = how.batch_size + resampled
+            first = free + resampled
             self._queue(step, self._plan(step, range(first, first + missing)))
             resampled += missing
         # A resumed run repeats this step: what it did not take belongs to the next one.

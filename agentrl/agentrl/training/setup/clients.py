@@ -26,7 +26,11 @@ from agentrl_trainer.learner.optimizers import default_learning_rate
 from agentrl_trainer.memory import fitting_token_budget
 from agentrl_trainer.models.devices import choose_device
 from agentrl_trainer.models.loading import load_facts
-from agentrl_trainer.models.lora import count_parameters, parameters_in_name
+from agentrl_trainer.models.lora import (
+    adapter_parameters,
+    count_parameters,
+    parameters_in_name,
+)
 
 _ADD_LOSS = "agentrl.training.setup.own_functions:add_own_loss"
 
@@ -139,11 +143,13 @@ def local_clients(
         client.local(lambda learner: learner.add_reference(REFERENCE, reference)).result()
 
     # The default rate depends on the base model and one adapter, however many are trained.
-    others = [f".{name}." for name in (*list(clients)[1:], REFERENCE)]
+    _, *others = [*clients, *([] if reference is None else [REFERENCE])]
+    whole = client.local(lambda learner: learner.model).result()
+    left_out = {id(p) for name in others for p in adapter_parameters(whole, name).values()}
     parameters = sum(
         parameter.numel() * (2 if type(parameter).__name__ == "Params4bit" else 1)
-        for name, parameter in base.model.named_parameters()
-        if not any(other in name for other in others)
+        for parameter in whole.parameters()
+        if id(parameter) not in left_out
     )
     threads = trainer_threads(model.cores or available_cores(), parameters, alone=alone)
     # On the thread that computes: another one's number stays as it was.

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections.abc import Callable
 from functools import wraps
 from itertools import islice
+from typing import Any
 
 from agentrl.config.commands import TrainConfig
 from agentrl.config.errors import ConfigError
@@ -50,13 +52,21 @@ def own_estimator(config: TrainConfig) -> OwnEstimator | None:
     if not names_function(spec):
         return None
     function = load_function(spec, "algorithm.estimator")
-    try:
-        inspect.signature(function).bind("rewards", "members")
-        estimator: OwnEstimator = function
-    except (TypeError, ValueError):  # it takes the rewards alone, or is a builtin
+    estimator: OwnEstimator = function
+    if not _takes_members(function):
         estimator = wraps(function)(lambda rewards, _: function(rewards))
     own_advantages(_made_up_group(), estimator, min_group=2)
     return estimator
+
+
+def _takes_members(function: Callable[..., Any]) -> bool:
+    """Whether a second argument is required, or called "members"; others have their defaults."""
+    try:
+        names = [*inspect.signature(function).parameters.values()][1:2]
+    except ValueError:  # a builtin
+        return False
+    required = [one.default is one.empty and one.kind is not one.VAR_KEYWORD for one in names]
+    return any(required) or any(one.name == "members" for one in names)
 
 
 def generated_tasks(spec: str, count: int, seed: int) -> list[Json]:
