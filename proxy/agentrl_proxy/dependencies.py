@@ -97,6 +97,8 @@ class GatewayDependencies:
     """Names besides its own by which clients may address the gateway, see server/hosts.py."""
     run_id: str | None = None
     """Recorded with calls outside any rollout."""
+    base_model: str | None = None
+    """The same: the name of the sampler's base model, to which tokens belong."""
     context_length: int | None = None
     """Tokens of prompt and answer together; None: only the sampler knows."""
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])

@@ -53,6 +53,12 @@ def dull(task: dict[str, Any]) -> None:
     emit_reward(1.0 if task["n"] % 2 else len(text) / 10)
 
 
+def unpaid(task: dict[str, Any]) -> None:
+    """Earns nothing."""
+    ask(task["n"])
+    emit_reward(0.0)
+
+
 def thankless(task: dict[str, Any]) -> None:
     """Emits no reward."""
     ask(task["n"])

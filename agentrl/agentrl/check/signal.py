@@ -49,6 +49,8 @@ def signal_finding(
     given = [reward for task in known for reward in task]
     if not given:
         fix = "return a number, or call emit_reward"
+        if config.rewards:
+            fix = "see what the functions of --rewards said of them"
         said = f"{estimator} will have no signal: no rollout has a reward"
         return Finding(said, fix, stops=True), 0.0
     if not compares_groups(config) and len(set(given)) > 1:

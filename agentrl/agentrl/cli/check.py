@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -25,6 +26,8 @@ from agentrl.training.metrics import count_failures
 from agentrl.training.queue.curriculum import tasks_in_order
 from agentrl_tracer.schemas import NewRollout, RolloutState
 from agentrl_trainer.data.rewards import rollout_rewards
+
+_NOT_LOADED = re.compile(r"\b(ImportError|ModuleNotFoundError|SyntaxError|AgentSpecError)\b")
 
 
 def check_command(*tokens: Tokens) -> None:
@@ -62,7 +65,8 @@ def check_command(*tokens: Tokens) -> None:
             found, verdict = findings(config, steps_of(config, tasks), rollouts, calls, rewards)
     else:
         [why] = count_failures(rollouts)
-        fix = "" if calls else f"it did not reach the model: {WHERE_THE_MODEL_IS}"
+        began = not calls and not _NOT_LOADED.search(why)
+        fix = f"it did not reach the model: {WHERE_THE_MODEL_IS}" if began else ""
         found, verdict = {}, Finding(f"the first rollout failed: {why}", fix, stops=True)
     lines = {name: [*map(asdict, some)] for name, some in found.items()}
     folder.write_json(folder.summary, {"verdict": asdict(verdict), **lines})

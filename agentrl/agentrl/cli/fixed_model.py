@@ -15,6 +15,7 @@ from agentrl.console.output import console, print_sentences
 from agentrl.gateway.handle import fetch_model
 from agentrl.interrupts import end_in_order
 from agentrl.runs.best_adapter import which_adapter
+from agentrl.runs.circumstances import note_start
 from agentrl.runs.folder import RunFolder, adapter_folders
 from agentrl.scoring.functions import RewardFunction
 from agentrl.scoring.scorer import Scorer
@@ -74,6 +75,7 @@ def fixed_model(
         config.adapters = config.adapters or {name: AdapterSettings() for name in adapters}
     fetch_model(config)
     folder = RunFolder.create(config.run.folder, None, kind)
+    note_start(folder)
     session = Session(folder, config, kind, adapter_paths=adapters, asks_for=asks_for)
     end_in_order(lambda: f"recorded so far: {folder.root}")
     with session, Progress(console=console, transient=True) as progress:

@@ -21,6 +21,7 @@ from agentrl.history.export import paths_of, row_records, training_only
 from agentrl.history.rollout_table import Query, find_rollouts
 from agentrl.history.sources import open_run
 from agentrl.runs.folder import RunFolder
+from agentrl_proxy.requests.recording import BASE_MODEL
 from agentrl_tracer.schemas import Json
 from agentrl_tracer.store import Store
 from agentrl_trainer.data.training_row import TrainingRow, to_training_row
@@ -86,7 +87,7 @@ def run_samples(config: SftConfig) -> Samples:
 
 
 def served_samples(config: SftConfig) -> Samples:
-    """Return a row for each call that `agentrl serve` answered with a model of its own.
+    """Return a row for each call that `agentrl serve` answered with an own model of this base.
 
     Raises:
         ConfigError: there is no such store.
@@ -98,7 +99,10 @@ def served_samples(config: SftConfig) -> Samples:
         calls = store.newest_calls(None, None)
     made: list[Rollout] = []
     for call in reversed(calls):
-        if paths := paths_of([call], imitated=True):
+        base = call.params.get(BASE_MODEL, config.model.name)
+        if base != config.model.name:
+            found.left_out[f"calls with the tokens of {base}; --model names it"] += 1
+        elif paths := paths_of([call], imitated=True):
             row = to_training_row(paths[0], {call.id: 1.0})
             asked = json.dumps(call.prompt_ids)
             made.append([{"task": asked, "tokens": row.tokens, "mask": row.mask}])

@@ -173,6 +173,7 @@ def _ready_app(plan: GatewayPlan, ending: contextlib.ExitStack) -> FastAPI:
         operator_key=plan.operator_key,
         allowed_hosts=[plan.host, *own.allowed_hosts],
         run_id=plan.run_id,
+        base_model=plan.model.name,
         defaults=plan.sampler.model_dump(include={"max_tokens", "temperature", "thinking"}),
         # While another model is evaluated, no unknown name may mean the base model.
         accept_any_model=own.accept_any_model and plan.answered_by is None,

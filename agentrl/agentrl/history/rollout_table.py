@@ -163,7 +163,7 @@ def _sql(node: ast.expr, values: list[Any]) -> str:
             return f"NOT {_sql(operand, values)}"
         case ast.Compare(left=left, ops=operators, comparators=others):
             parts = [
-                f"{_value(a, values)} {_operator(how, a, b)} {_value(b, values)}"
+                f"{_value(a, values)} {_operator(how, a, b)} {_value(_listed(how, b), values)}"
                 for a, how, b in zip([left, *others], operators, others, strict=False)
             ]
             return "(" + " AND ".join(parts) + ")"
@@ -175,6 +175,15 @@ def _operator(how: ast.cmpop, left: ast.expr, right: ast.expr) -> str:
     if any(isinstance(one, ast.Constant) and one.value is None for one in (left, right)):
         how = {ast.Eq: ast.Is(), ast.NotEq: ast.IsNot()}.get(type(how), how)
     return _OPERATORS[type(how)]
+
+
+def _listed(how: ast.cmpop, right: ast.expr) -> ast.expr:
+    """Return what follows the operator; Python drops the parentheses around a single item."""
+    if not isinstance(how, ast.In | ast.NotIn) or isinstance(right, ast.Tuple | ast.List):
+        return right
+    if isinstance(right, ast.Constant):
+        return ast.Tuple(elts=[right])
+    raise ConfigError(f"where: {ast.unparse(right)!r} is no list; write it as in ('a', 'b')")
 
 
 def _value(node: ast.expr, values: list[Any]) -> str:

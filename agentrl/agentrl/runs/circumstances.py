@@ -18,8 +18,12 @@ _PACKAGES = ("torch", "transformers", "peft", "vllm", "tinker", "litellm", "open
 _STARTED, _FAILED = "started.json", "failed.json"
 
 
-def note_start(folder: RunFolder, steps: int) -> None:
-    """Write ``started.json`` when a run starts or resumes; forget how it ended before."""
+def note_start(folder: RunFolder, steps: int | None = None) -> None:
+    """Write ``started.json`` when a run starts or resumes; forget how it ended before.
+
+    Args:
+        steps: that it plans; None: it has none, as an evaluation.
+    """
     versions = {"agentrl": __version__, "python": platform.python_version()}
     for name in _PACKAGES:
         try:

@@ -146,7 +146,9 @@ class Sweep:
                 finally:
                     process.terminate()
                     process.wait()
-            if why := why_failed(process.returncode, log):
+            # A run that has learned nothing ends with 1, and has its metrics.
+            why = None if run.summary.is_file() else why_failed(process.returncode, log)
+            if why:
                 raise _FailedError(why)
         if values := self._values(run):
             return values[max(values)]

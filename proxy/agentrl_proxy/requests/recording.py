@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 RESPONSE_PREFIX = "resp_"
 CALLER = "caller"  # in ``Call.params``: whose response it is, outside rollouts
+BASE_MODEL = "base_model"  # the same: whose tokens a call of our own model has
 _MAX_REQUEST_ID = 64
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}")
 
@@ -78,6 +79,8 @@ def open_calls(
         params = {**params, "idempotency_key": key}
     if attempt is None and client.dialect.id_prefix == RESPONSE_PREFIX:
         params = {**params, CALLER: caller_digest(headers)}  # see stored_responses.py
+    if attempt is None and prompt_ids is not None and deps.base_model is not None:
+        params = {**params, BASE_MODEL: deps.base_model}
     if (known_as := request_id(headers)) is not None:
         params = {**params, "request_id": known_as}
     first = Call(

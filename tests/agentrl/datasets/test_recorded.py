@@ -21,6 +21,7 @@ from agentrl.datasets.samples import Samples
 from agentrl.history.export import rollout_records
 from agentrl.history.sources import OpenRun, open_run
 from agentrl.runs.folder import RunFolder
+from agentrl_proxy.requests.recording import BASE_MODEL
 from agentrl_tracer.schemas import CallState, SkipReason
 from agentrl_tracer.store import Store
 
@@ -115,13 +116,15 @@ def test_served_calls_are_rows(tmp_path: Path) -> None:
         make("base", [1, 2], [3, 4], adapter=None, skip_reason=SkipReason.NO_ROLLOUT, **outside),
         make("provider", [], [], adapter=None, **outside),
         replace(make("failed", [1], [5], **outside), state=CallState.ERROR),
+        replace(make("other tokens", [1], [6], **outside), params={BASE_MODEL: "another"}),
     ]
     with closing(Store(str(url))) as store:
         store.write_calls("boot", [], calls, 5)
     found = served_samples(config({"from_served": str(url)}))
     rows = sorted((one.rows[0].tokens, one.rows[0].mask) for one in found.kept)
     assert rows == [([1, 2], [False, True]), ([1, 2, 3, 4], [False, False, True, True])]
-    assert sorted(found.left_out.values()) == [1, 2]
+    assert sorted(found.left_out.values()) == [1, 1, 2]
+    assert found.left_out["calls with the tokens of another; --model names it"] == 1
     other = make("another answer", [1, 2], [5], adapter=None, **outside)
     with closing(Store(str(url))) as store:
         store.write_calls("boot", [], [other], 6)

@@ -52,6 +52,7 @@ def test_what_changes_after_a_rollout_has_ended_is_indexed(tmp_path: Path) -> No
         assert row["reward"] == row["rewards"]["correct"] + row["rewards"]["clarity"]
         assert found("reward == None") == found("reward is None") != []
         assert found("None != reward") == found("reward is not None") != []
+        assert found("step in (2)") == found("step == 2") != []
         canceled = store.canceled_ids(run.id)
         assert sorted(found("status == 'cancelled'")) == sorted(canceled)
         assert find_rollouts(run.index, Query(search="17 comes after 16")).total == 50
@@ -65,6 +66,8 @@ def test_what_changes_after_a_rollout_has_ended_is_indexed(tmp_path: Path) -> No
         ("wages > 1", "'wages' is no column; there are id, step"),
         ("reward", "compares nothing"),
         ("reward > -task", "is neither a column nor a number"),
+        ("1 in step", "'step' is no list; write it as in"),
+        ("step not in rewards.x", "'rewards.x' is no list; write it as in"),
         ("reward > __import__('os')", "is neither a column nor a number"),
         ("reward > -1j", "where: "),
         ("reward > 1e400 and task == 99999999999999999999", "where: "),

@@ -41,6 +41,17 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     cluster.shutdown()
 
 
+def test_trials_that_learn_nothing_have_their_value(tmp_path: Path) -> None:
+    """A training that learned nothing exits with 1."""
+    sweep = SmallSweep(
+        tmp_path, "unpaid", metric="reward/mean", trials=3, space={"learning.rank": [4, 8, 16]}
+    )
+    process = sweep.start()
+    output = process.communicate(timeout=300)[0]
+    assert process.returncode == 0, output
+    assert [(one.state.name, one.value) for one in sweep.results().trials] == [("COMPLETE", 0)] * 3
+
+
 @pytest.mark.kills
 def test_nothing_is_lost_or_made_twice_when_sweep_and_trials_are_killed(
     tmp_path: Path, place: dict[str, Any]

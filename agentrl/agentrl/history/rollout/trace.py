@@ -6,6 +6,7 @@ as does a span whose parent is unknown. The terminal and the pages draw this tre
 
 from __future__ import annotations
 
+import math
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -177,7 +178,7 @@ def _add_records(
 def _attempt_node(attempt: Attempt, calls: Sequence[Call], rewards: Sequence[Reward]) -> Node:
     unpaid = "no reward" if attempt.state is AttemptState.SUCCEEDED else ""
     values = [one.value for one in rewards if not one.key.startswith(ASIDE)]
-    earned = f"reward {sum(values):+g}" if values else ""
+    earned = _earned(sum(values)) if values else ""
     read, sampled = count_tokens(calls)
     details = [
         (attempt.state.shown, f"state {attempt.state.shown}"),
@@ -227,4 +228,8 @@ def _reward_node(reward: Reward) -> Node:
     aside = "set aside" if reward.key.startswith(ASIDE) else ""
     details = [(name, ""), (whose, ""), (aside, "faint"), (reward.explanation or "", "faint")]
     at = reward.created_at
-    return Node(reward, "reward", f"reward {reward.value:+g}", details, at, at)
+    return Node(reward, "reward", _earned(reward.value), details, at, at)
+
+
+def _earned(value: float) -> str:
+    return f"reward {value:+g}" if math.isfinite(value) else "reward refused"
