@@ -60,8 +60,8 @@ class AgentRLLLM(CustomLLM):
         usage, fields = None, dict[str, Any]()
         async with self._answered(arguments, stream=True) as answer:
             async for data in event_data(answer):
-                if data == b"[DONE]":
-                    break
+                if data == b"[DONE]":  # the last one; read to the end, so that httpx can reuse
+                    continue
                 said = json.loads(data)
                 if "error" in said:
                     raise CustomLLMError(500, said["error"]["message"])

@@ -17,6 +17,7 @@ from agentrl.training.queue.rollout_queue import seconds_of_running
 from agentrl_proxy.errors import ApiError
 from agentrl_proxy.rendering.continuity import Branch
 from agentrl_proxy.rendering.renderer import Renderer
+from agentrl_proxy.rendering.structured_output import reads_calls
 from agentrl_proxy.rendering.templates import THINKING_SWITCHES
 from agentrl_tracer.schemas import Call, Rollout
 from agentrl_trainer.data.packing import count_tokens
@@ -92,8 +93,11 @@ def _template(renderer: Renderer, calls: Sequence[Call], *, thinks: bool) -> Ite
     except ApiError:  # the template refuses them
         knows = False
     said = f"{'knows' if knows else 'does not know'} tools, which {sent or 'no'} calls sent"
-    fix = "choose a model whose template knows tools, or describe them in the prompt"
-    yield Finding(said, fix if sent and not knows else "")
+    reads = knows and reads_calls(renderer)
+    if knows and not reads:
+        said += "; its tool calls are not read, and stay text"
+    fix = "choose a model whose tool calls are read, or describe tools in the prompt"
+    yield Finding(said, fix if sent and not reads else "")
     switch = "a switch" if renderer.switches.intersection(THINKING_SWITCHES) else "no switch"
     yield Finding(f"knows thinking, has {switch} for it" if thinks else "does not know thinking")
 

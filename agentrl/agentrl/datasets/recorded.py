@@ -87,7 +87,7 @@ def run_samples(config: SftConfig) -> Samples:
 
 
 def served_samples(config: SftConfig) -> Samples:
-    """Return a row for each call that `agentrl serve` answered with an own model of this base.
+    """Return a row for each call that `agentrl serve` answered with a model over this base.
 
     Raises:
         ConfigError: there is no such store.
@@ -101,7 +101,7 @@ def served_samples(config: SftConfig) -> Samples:
     for call in reversed(calls):
         base = call.params.get(BASE_MODEL, config.model.name)
         if base != config.model.name:
-            found.left_out[f"calls with the tokens of {base}; --model names it"] += 1
+            found.left_out[f"calls that {base} answered: train it with --model {base}"] += 1
         elif paths := paths_of([call], imitated=True):
             row = to_training_row(paths[0], {call.id: 1.0})
             asked = json.dumps(call.prompt_ids)

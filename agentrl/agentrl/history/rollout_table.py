@@ -181,7 +181,7 @@ def _listed(how: ast.cmpop, right: ast.expr) -> ast.expr:
     """Return what follows the operator; Python drops the parentheses around a single item."""
     if not isinstance(how, ast.In | ast.NotIn) or isinstance(right, ast.Tuple | ast.List):
         return right
-    if isinstance(right, ast.Constant):
+    if isinstance(right, ast.Constant | ast.UnaryOp):
         return ast.Tuple(elts=[right])
     raise ConfigError(f"where: {ast.unparse(right)!r} is no list; write it as in ('a', 'b')")
 

@@ -64,8 +64,7 @@ def preload(names: Iterable[str], skip: Collection[str] = ()) -> int:
     Raises:
         StartedThreads: a module started a thread; start the process over without it.
     """
-    threads = threading.active_count()
-    before = len(sys.modules)
+    threads, before = {*threading.enumerate()}, len(sys.modules)
     for name in names:
         if name in sys.modules or _within(name, skip):
             continue
@@ -73,7 +72,7 @@ def preload(names: Iterable[str], skip: Collection[str] = ()) -> int:
             importlib.import_module(name)
         except (Exception, SystemExit) as error:
             logger.debug("preloading %s failed: %s: %s", name, type(error).__name__, error)
-        if threading.active_count() > threads:
+        if not threads.issuperset(threading.enumerate()):
             raise StartedThreads(name)
     return len(sys.modules) - before
 
@@ -128,14 +127,14 @@ def warm_up(skip: Collection[str] = ()) -> None:
     """
     if "openai" not in sys.modules or _WARM_UP in skip:
         return
-    threads = threading.active_count()
+    threads = {*threading.enumerate()}
     try:
         for _ in range(2):  # again: modules imported late empty Python's type caches
             _call_openai()
     except Exception as error:
         logger.info("warming up openai failed: %s: %s", type(error).__name__, error)
     deadline = time.monotonic() + _THREADS_END_S
-    while threading.active_count() > threads:
+    while not threads.issuperset(threading.enumerate()):
         if time.monotonic() > deadline:
             raise StartedThreads(_WARM_UP)
         time.sleep(0.01)

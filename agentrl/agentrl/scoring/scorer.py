@@ -1,8 +1,8 @@
 """Compute the rewards of finished rollouts, many at a time, and store them.
 
-Functions run on threads of this process, and async ones on one event loop. All rewards of a group
-are stored in one transaction. What a function does not say, because it raised or returned no
-finite number, is stored as a reward that does not train; the run goes on.
+Each call of a function has a thread of its own; async functions run on one event loop. All rewards
+of a group are stored in one transaction. What a function does not say, because it raised or
+returned no finite number, is stored as a reward that does not train; the run goes on.
 """
 
 from __future__ import annotations
@@ -202,6 +202,7 @@ def _reward(
 def _on_thread(call: Callable[[Any], Any], given: Any) -> Future[tuple[Any, BaseException | None]]:
     """Call a function on a thread of its own, which keeps no process alive where it hangs."""
     future = Future[tuple[Any, BaseException | None]]()
+    future.set_running_or_notify_cancel()  # from now on only who waits for it can be canceled
 
     def run() -> None:
         try:

@@ -373,27 +373,19 @@ def _same_calls(ours: Message, sent: Message, tools: list[dict[str, Any]] | None
 
     def digest(reply: Message) -> bytes:
         calls = [call["function"] for call in reply.get("tool_calls") or ()]
-        return _digest(
-            _with_integers(
-                [
-                    {**call, "arguments": {**defaults.get(call["name"], {}), **call["arguments"]}}
-                    if isinstance(call["arguments"], dict)
-                    else call
-                    for call in calls
-                ]
-            )
-        )
+        known = [
+            {**call, "arguments": {**defaults.get(call["name"], {}), **call["arguments"]}}
+            if isinstance(call["arguments"], dict)
+            else call
+            for call in calls
+        ]
+        return _digest(json.loads(json.dumps(known), parse_float=_number))
 
     return digest(ours) == digest(sent)
 
 
-def _with_integers(value: Any) -> Any:
-    """Return JSON with whole numbers as integers."""
-    if isinstance(value, dict):
-        return {key: _with_integers(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_with_integers(one) for one in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+def _number(text: str) -> float:
+    return int(number) if (number := float(text)).is_integer() else number
 
 
 def _digest(value: Any, before: bytes = b"") -> bytes:

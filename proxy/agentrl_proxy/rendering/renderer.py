@@ -125,8 +125,8 @@ class Renderer:
         messages joined where it refuses them in a row."""
         normal: list[Message] = []
         for message in messages:
-            role, content = message["role"], message.get("content") or ""
-            role = _ROLES.get(role, role)
+            role = _ROLES.get(message["role"], message["role"])
+            content = message.get("content") or ""
             if not isinstance(content, str):  # protocols accept parts of text only
                 content = "".join(part.get("text", part.get("refusal")) for part in content)
             out: Message = {"role": role, "content": content}

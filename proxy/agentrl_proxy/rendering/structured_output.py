@@ -32,12 +32,14 @@ import orjson
 
 from agentrl_proxy.errors import invalid
 from agentrl_proxy.rendering.renderer import Renderer
-from agentrl_proxy.rendering.reply import ToolCall
+from agentrl_proxy.rendering.reply import ParsedReply, ToolCall
 
 # Allows pretty-printed JSON, but no endless whitespace, into which small models fall.
 _WHITESPACE = r"(\n[ \t]{0,32}| )?"
 _VALUES = ("enum", "const", "default", "examples")
 """Keywords of JSON Schema whose values are no schemas."""
+_NAMED = ("properties", "$defs", "definitions")
+"""Those whose values are schemas by name."""
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]+")
 
 
@@ -206,11 +208,7 @@ class ToolForm:
         """Whether the reply parser finds these calls in what the form writes."""
         written = [name + self.middle + arguments for name in names]
         text = self.opening + (self.between or "").join(written) + self.closing
-        marks, prompt = renderer.reasoning_marks, renderer.generation_prompt
-        if marks is not None and marks[0] in prompt and marks[1] not in prompt:
-            text = f"{marks[1]}\n\n{text}"  # the prompt opened the reasoning
-        # As the client's text: special tokens that carry no text are not part of it.
-        reply = renderer.parse(renderer.encode(text))
+        reply = _parsed(renderer, text)
         read = [(call.name, json.loads(call.arguments)) for call in reply.tool_calls]
         return not reply.content and read == [(name, json.loads(arguments)) for name in names]
 
@@ -236,6 +234,20 @@ def probe_tool_form(renderer: Renderer) -> ToolForm | None:
     between, met, _ = rest.partition("PROBETWO")
     several = replace(form, between=between)
     return several if met and several.reads_back(renderer, names, arguments) else form
+
+
+def reads_calls(renderer: Renderer) -> bool:
+    """Whether tool calls that the template writes are found in replies; else they stay text."""
+    reply = _parsed(renderer, _written(renderer, ["PROBEONE"]))
+    return [call.name for call in reply.tool_calls] == ["PROBEONE"]
+
+
+def _parsed(renderer: Renderer, turn: str) -> ParsedReply:
+    """Parse an assistant's turn as the client's text: without special tokens that carry none."""
+    marks, prompt = renderer.reasoning_marks, renderer.generation_prompt
+    if marks is not None and marks[0] in prompt and marks[1] not in prompt:
+        turn = f"{marks[1]}\n\n{turn}"  # the prompt opened the reasoning
+    return renderer.parse(renderer.encode(turn))
 
 
 def _written(renderer: Renderer, names: list[str]) -> str:
@@ -290,26 +302,33 @@ def _json(
     return f"%json {json.dumps({**schema, 'x-guidance': options}, ensure_ascii=False)}"
 
 
-def _without_odd_patterns(value: Any, where: str, missed: list[str]) -> Any:
-    """Return a schema without the patterns that llguidance cannot read, as look-around is."""
+def _without_odd_patterns(value: Any, where: str, missed: list[str], *, names: bool = False) -> Any:
+    """Return a schema without the patterns that llguidance cannot read, as look-around is.
+
+    Args:
+        names: the keys of ``value`` are no keywords, but names of properties or definitions.
+    """
     if isinstance(value, list):
         return [_without_odd_patterns(one, where, missed) for one in value]
     if not isinstance(value, dict):
         return value
-    kept = {
-        name: one if name in _VALUES else _without_odd_patterns(one, where, missed)
-        for name, one in value.items()
-    }
-    if _is_odd(kept.get("pattern")):
-        missed.append(f"{where}: pattern {kept.pop('pattern')!r}")
+    kept: dict[str, Any] = {}
+    for name, one in value.items():
+        if not names and name == "pattern" and _is_odd(one):
+            missed.append(f"{where}: pattern {one!r}")
+        elif not names and name in _VALUES:
+            kept[name] = one
+        else:
+            below = not names and name in _NAMED
+            kept[name] = _without_odd_patterns(one, where, missed, names=below)
     return kept
 
 
 def _is_odd(pattern: Any) -> bool:
-    """Whether only llguidance cannot read it. A property of this name is no text."""
+    """Whether it is a pattern that only llguidance cannot read."""
     try:
         re.compile(pattern)
-    except (re.error, TypeError):
+    except (re.error, TypeError, OverflowError, RecursionError):
         return False
     return _validated(_guided({"pattern": pattern}))[0]
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 RESPONSE_PREFIX = "resp_"
 CALLER = "caller"  # in ``Call.params``: whose response it is, outside rollouts
-BASE_MODEL = "base_model"  # the same: whose tokens a call of our own model has
+BASE_MODEL = "base_model"  # the same: the base model whose tokens the call has
 _MAX_REQUEST_ID = 64
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}")
 

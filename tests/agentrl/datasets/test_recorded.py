@@ -124,7 +124,7 @@ def test_served_calls_are_rows(tmp_path: Path) -> None:
     rows = sorted((one.rows[0].tokens, one.rows[0].mask) for one in found.kept)
     assert rows == [([1, 2], [False, True]), ([1, 2, 3, 4], [False, False, True, True])]
     assert sorted(found.left_out.values()) == [1, 1, 2]
-    assert found.left_out["calls with the tokens of another; --model names it"] == 1
+    assert found.left_out["calls that another answered: train it with --model another"] == 1
     other = make("another answer", [1, 2], [5], adapter=None, **outside)
     with closing(Store(str(url))) as store:
         store.write_calls("boot", [], [other], 6)

@@ -173,15 +173,10 @@ def test_whatever_a_function_raises_the_others_are_scored(
 
 
 def test_a_function_that_hangs_keeps_no_process_alive(tmp_path: Path) -> None:
-    script = """
-import threading
-from concurrent.futures import Future
-from pathlib import Path
-from agentrl.scoring.functions import RewardFunction, ScoringContext
-from agentrl.scoring.scorer import Scorer, _on_thread
-
-_on_thread(lambda given: threading.Event().wait(), None)
-"""
+    script = (
+        "import threading; from agentrl.scoring.scorer import _on_thread\n"
+        "_on_thread(lambda given: threading.Event().wait(), None)"
+    )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60, cwd=tmp_path)
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from agentrl_proxy.rendering import templates as families
 from agentrl_proxy.rendering.renderer import Renderer
 from agentrl_proxy.rendering.reply import ParsedReply
+from agentrl_proxy.rendering.structured_output import reads_calls
 from agentrl_proxy.rendering.tool_call_parser import ReplyParser
 
 ARGUMENTS = '{"q":  "köln <b>",   "n": 1.50, "deep": {"a": [1, {"b": "}"}]}}'
@@ -165,6 +166,16 @@ def test_an_answer_in_json_is_no_call_without_arguments(speakers: dict[str, Rend
     for size in (1, 7, 10_000):
         whole, _ = in_pieces(speakers["llama3"].parser(tools=True), cut(text, size))
         assert whole == ParsedReply(content=text)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES.values(), "qwen3_5_think", "glm4moe", "lfm2"])
+def test_which_calls_are_read_is_known(tokenizer: Any, family: Family | str) -> None:
+    if isinstance(family, Family):
+        assert reads_calls(Renderer(family.tokenizer(tokenizer)))
+        return
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = published(family)
+    assert reads_calls(Renderer(other)) == (family == "qwen3_5_think")
 
 
 def test_whitespace_of_an_argument_between_tags_is_kept(tokenizer: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import chain, compress
 from statistics import fmean
 from typing import Any
 
@@ -346,10 +347,11 @@ def test_every_call_has_one_fate_and_every_token_trains_once(drawn: Any) -> None
     for metric in batch.metrics().values():
         assert math.isfinite(metric) or not any(r is not None for r in batch.rewards.values())
     if options.length_normalization in ("sequence", "rollout") and batch.rows:
-        # Relative weights: they only move emphasis around.
-        weights = [
-            w for d in batch.rows for w, on in zip(d.extra["weights"], d.mask, strict=True) if on
-        ]
+        # Relative weights: they only move emphasis around. Where all are 1 there is no column.
+        ones = [[1.0] * len(row.tokens) for row in batch.rows]
+        columns = [row.extra.get("weights", one) for row, one in zip(batch.rows, ones, strict=True)]
+        masks = [row.mask for row in batch.rows]
+        weights = [*compress(chain.from_iterable(columns), chain.from_iterable(masks))]
         assert sum(weights) == pytest.approx(len(weights))
 
 

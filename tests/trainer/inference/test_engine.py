@@ -78,6 +78,12 @@ def test_mixed_batch_agrees_with_a_plain_forward(engine_of, tmp_path, make, merg
     assert stats.reused_tokens > 20 * 9
 
 
+def test_without_a_seed_engines_draw_different_numbers(engine_of) -> None:
+    params = SampleParams(max_tokens=16, temperature=2.0)
+    first, other = (Asked(engine_of(as_base(qwen3())), prompt(1, 9), params) for _ in range(2))
+    assert first.one().ids != other.one().ids
+
+
 def test_group_shares_one_prefill(engine, reference) -> None:
     ids = prompt(2, 100)
     answers = Asked(engine, ids, SampleParams(max_tokens=12, n=6, seed=3)).wait()

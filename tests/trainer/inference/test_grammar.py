@@ -6,6 +6,7 @@ import copy
 import json
 import math
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jsonschema
@@ -61,6 +62,13 @@ def reference(base: BaseModel) -> Any:
 def engine(base: BaseModel) -> Iterator[SamplerEngine]:
     with running_engine(base) as started:
         yield started
+
+
+def test_a_known_grammar_starts_while_another_is_compiled(engine: SamplerEngine) -> None:
+    known = grammar(SCHEMAS["enum"])
+    engine.grammars.start(known)
+    with ThreadPoolExecutor(1) as thread, engine.grammars._compiling:
+        thread.submit(engine.grammars.start, known).result(timeout=30)
 
 
 def ids_of(base: BaseModel, text: str) -> list[int]:

@@ -275,9 +275,9 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _relative(value: float, among: Sequence[float], settings: CreditSettings) -> float:
-    """Center ``value``, and scale it if asked; exactly 0 if all are equal.
+    """Center ``value``, and scale it if asked; exactly 0 if it equals all of ``among``.
 
-    ``value`` need not be among them. Where these are equal, there is nothing to scale by.
+    It need not be one of them. If these are all equal, it is only centered.
     """
     centered = 0.0 if _all_equal([value, *among]) else value - _mean(among)
     scaled = settings.normalize_std and not _all_equal(among)

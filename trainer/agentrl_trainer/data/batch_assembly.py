@@ -6,11 +6,11 @@ on, or skipped with one reason" is kept; the reasons themselves are ``skip_reaso
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
-from math import nan
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -141,22 +141,24 @@ class StepBatch:
         for name, reward in scores.items():
             by_group[self.group_of[name]].append(reward)
         advantages = [a for row in self.rows for a in compress(row.advantages, row.mask)]
+        center = fmean(advantages) if advantages else 0.0
+        variance = fmean((a - center) ** 2 for a in advantages) if advantages else 0.0
         skipped = Counter(
             next(reason for reason in GROUP_REASONS if reason in members)
             for members in self.groups.values()
             if None not in members
         )
         return {
-            "reward/mean": fmean(scores.values()) if scores else nan,
-            "reward/std": pstdev(scores.values()) if scores else nan,
-            "reward/std_over_groups": pstdev(map(fmean, by_group.values())) if scores else nan,
+            "reward/mean": fmean(scores.values()) if scores else math.nan,
+            "reward/std": pstdev(scores.values()) if scores else math.nan,
+            "reward/std_over_groups": pstdev(map(fmean, by_group.values())) if scores else math.nan,
             **_means(self.of_agents),
             "reward/missing": len(self.rewards) - len(earned),
             "reward/without_call": len(self.unasked),
             "reward/unclaimed": self.unclaimed.total(),
             "advantage/max": max(advantages, default=0.0),
             "advantage/min": min(advantages, default=0.0),
-            "advantage/std": pstdev(advantages) if advantages else 0.0,
+            "advantage/std": math.sqrt(variance),
             "groups/used": len(self.groups) - skipped.total(),
             "groups/skipped": skipped.total(),
             **{f"groups/{reason}": skipped[reason] for reason in GROUP_REASONS},

@@ -244,9 +244,12 @@ class RankedLearner:
             raise RuntimeError(
                 f"nothing was updated: gradients were lost with a call that failed ({lost[0]})"
             ) from lost[0]
-        stats = self._together("optim_step", adam, adapters)
-        self._accumulated -= {*named}
-        return stats
+        self._accumulated -= {*named}  # if it fails, its own error says so
+        return self._together("optim_step", adam, adapters)
+
+    def remove_adapter(self, name: str) -> None:
+        self._each("remove_adapter", name)
+        self._forget([name])
 
     def discard_gradients(self, adapters: Collection[str] | None = None) -> None:
         self._each("discard_gradients", adapters)

@@ -365,8 +365,8 @@ class Learner(AdapterOptimizers):
         """
         batches = self._pack(rows)
         kept: Tensor | None = None
-        fits = batches[0].input_ids.numel() <= self.token_budget if batches else False
-        if len(batches) == 1 and batches[0].stem is None and fits:
+        [first] = batches if len(batches) == 1 else [None]
+        if first and first.stem is None and first.input_ids.numel() <= self.token_budget:
             [batch] = self._ready(self._stems(batches, backward=True))
             kept, _ = self._forward_batch(batch)
             found = [[0.0] * len(row.tokens) for row in rows]

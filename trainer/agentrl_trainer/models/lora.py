@@ -101,11 +101,11 @@ def attach_saved_adapter(peft_model: PeftModel, name: str, folder: str | Path) -
 def adapter_parameters(model: PeftModel, name: str) -> dict[str, nn.Parameter]:
     """Find an adapter's tensors, by keys that do not contain its name.
 
-    PEFT's ``get_peft_model_state_dict`` gives the same, but leaves out what another adapter's name
-    is a part of: of an adapter beside one named "mlp", all of the MLPs.
+    The keys are those of PEFT's ``get_peft_model_state_dict``. That leaves out what another
+    adapter's name is a part of: of an adapter beside one named "mlp", all of the MLPs.
     """
     # ...q_proj.lora_A.<name>.weight, or ...lora_embedding_A.<name>
-    own = re.compile(rf"(.*lora_\w+)\.{re.escape(name)}(|\.weight)")
+    own = re.compile(rf"(.*lora_\w+)\.{re.escape(name)}(|\.weight|\.bias)")
     named = ((own.fullmatch(key), parameter) for key, parameter in model.named_parameters())
     return {match[1] + match[2]: parameter for match, parameter in named if match}
 
@@ -139,8 +139,7 @@ def load_adapter_weights(peft_model: PeftModel, adapter_name: str, folder: str |
     """
     state = adapter_parameters(peft_model, adapter_name)
     loaded = load_file(str(Path(folder) / WEIGHTS_FILE))
-    if _SAVED_HEAD not in state:  # a learner's head is not part of its PEFT model
-        loaded.pop(_SAVED_HEAD, None)
+    loaded.pop(_SAVED_HEAD, None)  # a learner's head is not part of its PEFT model
     shapes = [{key: [*x.shape] for key, x in tensors.items()} for tensors in (state, loaded)]
     for key in sorted(state.keys() | loaded.keys()):
         here, there = (own.get(key, "missing") for own in shapes)

@@ -160,7 +160,8 @@ def _buffer_lines() -> None:
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         stream: Any = getattr(sys, name)
         if stream is None or getattr(stream, "closed", False):
-            setattr(sys, name, open(descriptor, "w", buffering=1, closefd=False))  # noqa: SIM115
+            how: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace"}
+            setattr(sys, name, open(descriptor, "w", buffering=1, closefd=False, **how))  # noqa: SIM115
         elif hasattr(stream, "reconfigure"):  # else it is the agent's own
             stream.reconfigure(line_buffering=True)
 
@@ -305,22 +306,28 @@ def _forks_end() -> Iterator[None]:
     try:
         yield
     except BaseException as raised:
-        if os.getpid() == own:
-            raise
-        code = raised.code if isinstance(raised, SystemExit) else 1
-        if not isinstance(code, int | None):
-            _say(f"{code}\n")
-        elif not isinstance(raised, SystemExit):
-            _show_error(raised)
-        _end_fork(code if isinstance(code, int) else int(code is not None))
+        if os.getpid() != own:
+            _end_fork(raised)
+        raise
     if os.getpid() != own:
-        _end_fork(0)
+        _end_fork(None)
 
 
-def _end_fork(code: int) -> NoReturn:
-    flush()
-    _flush_output()
-    os._exit(code)
+def _end_fork(raised: BaseException | None) -> NoReturn:
+    """End this process as Python does after this error, whatever happens meanwhile."""
+    code = 0 if raised is None else 1
+    try:
+        if isinstance(raised, SystemExit):
+            if isinstance(raised.code, int | None):
+                code = raised.code or 0
+            else:
+                _say(f"{raised.code}\n")
+        elif raised is not None:
+            _show_error(raised)
+        flush()
+        _flush_output()
+    finally:
+        os._exit(code & 0xFF)
 
 
 async def _whole(work: Coroutine[Any, Any, bool]) -> bool:

@@ -143,7 +143,7 @@ def local_clients(
         client.local(lambda learner: learner.add_reference(REFERENCE, reference)).result()
 
     # The default rate depends on the base model and one adapter, however many are trained.
-    _, *others = [*clients, *([] if reference is None else [REFERENCE])]
+    others = [*list(clients)[1:], REFERENCE]
     whole = client.local(lambda learner: learner.model).result()
     left_out = {id(p) for name in others for p in adapter_parameters(whole, name).values()}
     parameters = sum(

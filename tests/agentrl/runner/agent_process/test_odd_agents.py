@@ -28,6 +28,7 @@ def fork(task):
         print("the child says hello")
         if task["how"] == "exits": sys.exit(3)
         if task["how"] == "raises": raise ValueError("in the child")
+        if task["how"] == "odd code": sys.exit(2**40 + 7)
         if task["how"] == "rewards": emit_reward(0.25)
         return 5.0  # not a reward: it is no result of the agent
     time.sleep(0.3)
@@ -67,7 +68,9 @@ def log_of(attempt: Attempt) -> str:
 
 def test_a_forked_child_that_leaves_the_agent_ends_alone(harness: RunnerHarness) -> None:
     harness.start("any_of_these", Policies(on_error="drop"), rollouts_per_process=10)
-    for how, code in (("exits", 3), ("raises", 1), ("returns", 0), ("rewards", 0)):
+    for how, code in [
+        ("exits", 3), ("raises", 1), ("returns", 0), ("rewards", 0), ("odd code", 7)
+    ]:  # fmt: skip
         ids = harness.enqueue({"agent": "fork", "how": how, "code": code})
         [attempt] = harness.finish(ids)
         assert attempt.state is AttemptState.SUCCEEDED

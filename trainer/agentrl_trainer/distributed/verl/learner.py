@@ -26,7 +26,6 @@ from verl.utils.device import get_device_name  # pyright: ignore[reportMissingIm
 
 from agentrl_trainer.data.packing import count_tokens
 from agentrl_trainer.data.training_row import TrainingRow, with_extra
-from agentrl_trainer.distributed.plan import RankError
 from agentrl_trainer.distributed.ranks import custom_in_two_passes
 from agentrl_trainer.distributed.verl.rows import (
     VerlLoss,
@@ -64,8 +63,8 @@ class VerlLearner(AdapterOptimizers):
 
     Raises:
         ValueError: ``value`` or ``score``, which verl's workers do not have.
-        RankError: by a call during which a worker failed. Gradients that no ``optim_step`` has
-            applied are dropped then; the next call starts other workers.
+        RankError: by a call during which a worker failed; the next call starts other workers. Of
+            a ``forward_backward`` that failed, the gradients are incomplete.
     """
 
     why_not_shared = "verl computes each row by itself"
@@ -206,11 +205,7 @@ class VerlLearner(AdapterOptimizers):
             self._there = adapter, bits
 
     def _call(self, name: str, *args: Any) -> Any:
-        try:
-            return self._workers.call(name, *args)
-        except RankError:
-            self.discard_gradients()
-            raise
+        return self._workers.call(name, *args)
 
     # ---- learning
 
