@@ -11,11 +11,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from small_learner import qwen3
+from small_models import as_base
 
 from agentrl_trainer.models.loading import load_base
 from agentrl_trainer.models.lora import (
     adapter_parameters,
     attach_adapter,
+    attach_saved_adapter,
     load_adapter_weights,
     lora_config,
     save_adapter,
@@ -112,3 +114,10 @@ def test_an_adapter_is_whole_beside_one_that_is_named_as_a_part_of_the_model(
                 parameter.zero_()
         load_adapter_weights(model, name, tmp_path / name)
         assert all(torch.equal(own[key], kept[key]) for key in kept)
+
+
+def test_a_reference_may_have_what_is_not_trained(tmp_path: Path) -> None:
+    folder = made_by_peft(tmp_path, use_dora=True)
+    model = attach_adapter(as_base(qwen3()), "policy", lora_config(4, 32.0), 0)
+    attach_saved_adapter(model, "reference", folder)
+    assert adapter_parameters(model, "reference").keys() == load_file(folder / WEIGHTS_FILE).keys()

@@ -28,6 +28,7 @@ from agentrl_trainer.models.saved_lora import CONFIG_FILE, WEIGHTS_FILE
 from agentrl_trainer.models.sources import ModelError, resolve_model
 
 _BILLIONS = re.compile(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)B(?![A-Za-z0-9])", re.IGNORECASE)
+_DORA = "lora_magnitude_vector"
 HEAD_KEY = "score.weight"
 """A reward model's head [1, hidden], named as by transformers' models for sequence classification.
 """
@@ -104,10 +105,11 @@ def adapter_parameters(model: PeftModel, name: str) -> dict[str, nn.Parameter]:
     The keys are those of PEFT's ``get_peft_model_state_dict``. That leaves out what another
     adapter's name is a part of: of an adapter beside one named "mlp", all of the MLPs.
     """
-    # ...q_proj.lora_A.<name>.weight, or ...lora_embedding_A.<name>
+    # ...q_proj.lora_A.<name>.weight, or ...lora_embedding_A.<name>; DoRA's file has no ".weight"
     own = re.compile(rf"(.*lora_\w+)\.{re.escape(name)}(|\.weight|\.bias)")
     named = ((own.fullmatch(key), parameter) for key, parameter in model.named_parameters())
-    return {match[1] + match[2]: parameter for match, parameter in named if match}
+    found = {match[1] + match[2]: parameter for match, parameter in named if match}
+    return {key.replace(f"{_DORA}.weight", _DORA): parameter for key, parameter in found.items()}
 
 
 def save_adapter(
