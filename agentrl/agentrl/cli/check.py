@@ -65,8 +65,8 @@ def check_command(*tokens: Tokens) -> None:
             found, verdict = findings(config, steps_of(config, tasks), rollouts, calls, rewards)
     else:
         [why] = count_failures(rollouts)
-        began = not calls and not _NOT_LOADED.search(why)
-        fix = f"it did not reach the model: {WHERE_THE_MODEL_IS}" if began else ""
+        silent = not calls and not _NOT_LOADED.search(why)  # else it was not even imported
+        fix = f"it did not reach the model: {WHERE_THE_MODEL_IS}" if silent else ""
         found, verdict = {}, Finding(f"the first rollout failed: {why}", fix, stops=True)
     lines = {name: [*map(asdict, some)] for name, some in found.items()}
     folder.write_json(folder.summary, {"verdict": asdict(verdict), **lines})

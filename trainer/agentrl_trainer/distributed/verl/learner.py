@@ -175,7 +175,7 @@ class VerlLearner(AdapterOptimizers):
             more = {"compute_loss": False, "no_lora_adapter": part.adapter is None}
             tensordict_utils.assign_non_tensor(part.batch, **more)
             self._give(part.adapter or self.adapters[0])
-            part.read(self._call("infer_batch", part.batch), found)
+            part.read(self._workers.call("infer_batch", part.batch), found)
         return found
 
     def _parts(self, rows: Sequence[TrainingRow], adapters: Sequence[str | None]) -> list[_Part]:
@@ -201,11 +201,8 @@ class VerlLearner(AdapterOptimizers):
         weights = {k: p.detach() for k, p in adapter_parameters(self.model, adapter).items()}
         bits = sum(int(one.view(torch.int32).sum()) for one in weights.values())
         if self._there != (adapter, bits):
-            self._call("set_adapter", ray.put(weights))  # sent once to each node
+            self._workers.call("set_adapter", ray.put(weights))  # sent once to each node
             self._there = adapter, bits
-
-    def _call(self, name: str, *args: Any) -> Any:
-        return self._workers.call(name, *args)
 
     # ---- learning
 
@@ -229,11 +226,13 @@ class VerlLearner(AdapterOptimizers):
         found: list[StepStats] = []
         for part in parts:
             self._give(name := part.rows[0].adapter)
-            self._call("set_loss_fn", function)
-            computed = self._call("forward_backward" if backward else "infer_batch", part.batch)
+            self._workers.call("set_loss_fn", function)
+            computed = self._workers.call(
+                "forward_backward" if backward else "infer_batch", part.batch
+            )
             metrics = tensordict_utils.get(computed, "metrics")
             if backward:
-                self._accumulate(name, self._call("take_gradients")[0])
+                self._accumulate(name, self._workers.call("take_gradients")[0])
                 if not math.isfinite(metrics["loss"]):
                     self.non_finite.add(name)
             if logprobs_into is not None:
