@@ -7,7 +7,7 @@ steps.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,8 @@ from agentrl_tracer.schemas import Call, CallState
 
 if TYPE_CHECKING:
     from agentrl_proxy.rendering.renderer import Renderer
+
+ThoughtMarks = tuple[list[int], list[int]]
 
 CUT_OFF_FROM = 0.1
 """A few long answers are what sampling brings. An answer that is cut off has rarely said its
@@ -77,13 +79,15 @@ def equal_rewards(groups: Sequence[Sequence[float]], success: float) -> Finding:
     return Finding(fact, f"they teach nothing; {helps}" if much else "")
 
 
-def thought_marks(renderer: Renderer) -> tuple[int, int] | None:
-    """Return the tokens around a thought; None where it has none of its own: the model has none."""
+def thought_marks(renderer: Renderer) -> ThoughtMarks | None:
+    """Return the tokens that open and that close a thought; None where the vocabulary has none of
+    its own for it: the model does not think."""
     marks = [renderer.encode(mark) for mark in renderer.reasoning_marks or ()]
-    return (marks[0][0], marks[1][0]) if [len(ids) for ids in marks] == [1, 1] else None
+    own = renderer.tokenizer.added_tokens_decoder
+    return (marks[0], marks[1]) if marks and all(ids[0] in own for ids in marks) else None
 
 
-def thinking(calls: Sequence[Call], marks: tuple[int, int], *, wanted: bool | None) -> Finding:
+def thinking(calls: Sequence[Call], marks: ThoughtMarks, *, wanted: bool | None) -> Finding:
     """Say how much of the answers is reasoning; what was asked for (``wanted``) is no problem."""
     thoughts = [count for call in calls if (count := _thought(call, *marks)) > 0]
     if not thoughts:
@@ -101,15 +105,18 @@ def thinking(calls: Sequence[Call], marks: tuple[int, int], *, wanted: bool | No
     return Finding(fact, fix if much and not wanted else "")
 
 
-def _thought(call: Call, opens: int, closes: int) -> int:
+def _thought(call: Call, opens: list[int], closes: list[int]) -> int:
     """Count the tokens of an answer's first thought, which the prompt may open."""
-    marks = [one for one in call.prompt_ids[-8:] if one in (opens, closes)]
-    opened = bool(marks) and marks[-1] == opens
-    if not opened and opens not in call.response_ids:
+    prompt, answer = [*call.prompt_ids[-8:]], [*call.response_ids]
+    opened = max(_places(prompt, opens), default=-1) > max(_places(prompt, closes), default=-1)
+    begin = 0 if opened else next(_places(answer, opens), None)
+    if begin is None:
         return 0
-    begin = 0 if opened else call.response_ids.index(opens)
-    thought = call.response_ids[begin:]
-    return thought.index(closes) if closes in thought else len(thought)
+    return next(_places(answer[begin:], closes), len(answer) - begin)
+
+
+def _places(ids: list[int], mark: list[int]) -> Iterator[int]:
+    return (i for i in range(len(ids)) if ids[i : i + len(mark)] == mark)
 
 
 @dataclass

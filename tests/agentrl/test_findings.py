@@ -74,20 +74,20 @@ def test_equal_rewards(groups: list[list[float]], fact: str, fix: str) -> None:
 def test_reasoning_is_counted_in_tokens(
     prompt: list[int], response: list[int], reasoning: int
 ) -> None:
-    found = thinking([make("c", prompt, response)], (OPENS, CLOSES), wanted=None)
+    found = thinking([make("c", prompt, response)], ([OPENS], [CLOSES]), wanted=None)
     share = f"1 of 1 answers contain reasoning, {reasoning / len(response):.0%} of all"
     assert (share if reasoning else "no answer contains reasoning") in found.fact
 
 
 def test_thinking_is_no_problem_where_it_is_wanted_or_rare() -> None:
     some = [make("a", [1, OPENS], [2, 3, CLOSES, 4]), *calls(1)]
-    found = thinking(some, (OPENS, CLOSES), wanted=None)
+    found = thinking(some, ([OPENS], [CLOSES]), wanted=None)
     assert found.fact == (
         "thinking is on: 1 of 2 answers contain reasoning, 33% of all sampled tokens"
     )
     assert "--sampler.thinking false" in found.fix
-    assert thinking(some, (OPENS, CLOSES), wanted=True).fix == ""
-    assert thinking([*some, *calls(1)], (OPENS, CLOSES), wanted=None).fix == ""
+    assert thinking(some, ([OPENS], [CLOSES]), wanted=True).fix == ""
+    assert thinking([*some, *calls(1)], ([OPENS], [CLOSES]), wanted=None).fix == ""
 
 
 def test_a_problem_is_noted_when_it_is_new_and_when_it_lasts() -> None:

@@ -31,7 +31,7 @@ def recall_reply(renderer: Renderer, conversations: Conversations, call: Call) -
     # The text as generation/response.py read it.
     one_call = bool(params.get("cut_at_second_call"))
     visible = [i for i in call.response_ids if i not in renderer.hidden]
-    parser = renderer.parser(tools=asked.tools or False, opened=prompt.opened, one_call=one_call)
+    parser = renderer.parser(tools=asked.tools or False, opening=prompt.opening, one_call=one_call)
     parser.finish(whole_text(renderer.decode_raw, visible, tuple(params["stop"])))
     whole = renderer.decode(call.response_ids)
     cut = parser.ended_at >= 0 or any(stop in whole for stop in params["stop"])

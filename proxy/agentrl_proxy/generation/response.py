@@ -194,7 +194,9 @@ class Choice:
         self.parser = ReplyParser(PLAIN_TEXT, tools=False)
         if call.is_chat:
             self.parser = renderer.parser(
-                tools=call.request.tools or False, opened=call.prompt.opened, one_call=call.one_call
+                tools=call.request.tools or False,
+                opening=call.prompt.opening,
+                one_call=call.one_call,
             )
         self.sampled = Sampled()
         self.text = ""

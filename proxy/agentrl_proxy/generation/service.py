@@ -77,7 +77,7 @@ class ChatService:
         renderer, constraint = self._renderer(request), None
         prompt = await self._prompt(request, client, adapter)
         if request.prompt_ids is None:
-            constraint = await self._constraints(renderer).of(request, opened=prompt.opened)
+            constraint = await self._constraints(renderer).of(request, opening=prompt.opening)
         if request.scored and not isinstance(sampler, PromptScorer):
             raise invalid(
                 "echo",

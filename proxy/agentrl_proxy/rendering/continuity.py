@@ -121,7 +121,7 @@ class Prompt:
     branched: Branch | None = None
     """None: the prompt continues the last reply in it. A branch may still continue an earlier one:
     an edit keeps what was before it."""
-    opened: bool = True  # it ends with the template's generation prompt
+    opening: str | None = None  # see Renderer.opening
 
 
 class Conversations:
@@ -180,7 +180,6 @@ def render_prompt(
     """
     normal = renderer.normalize(messages)
     text = renderer.text(normal, tools)
-    opened = text.endswith(renderer.generation_prompt)
     keys = _keys(renderer, normal, tools, adapter)
 
     # Look for the longest remembered beginning. It ends with an assistant's reply.
@@ -206,7 +205,8 @@ def render_prompt(
             branched = branched or _reason(conversations, normal, keys[count], why)
     if ids is None:
         ids = renderer.encode(text, limit)
-    return Prompt(ids, text, normal, keys[-1], continues, branched, opened)
+    opening = renderer.opening(text)
+    return Prompt(ids, text, normal, keys[-1], continues, branched, opening)
 
 
 def prompt_of(
@@ -219,8 +219,8 @@ def prompt_of(
     """Return the prompt of wire messages that an earlier process made, as these tokens."""
     normal = renderer.normalize(messages)
     text, keys = renderer.text(normal, tools), _keys(renderer, normal, tools, adapter)
-    opened = text.endswith(renderer.generation_prompt)
-    return Prompt(ids, text, normal, keys[-1], continues=None, opened=opened)
+    opening = renderer.opening(text)
+    return Prompt(ids, text, normal, keys[-1], continues=None, opening=opening)
 
 
 def _keys(
@@ -309,15 +309,19 @@ def _continue(
     not messages follow, or if it renders the text of the remembered tokens. Only the text after the
     reply is tokenized.
     """
-    ending = renderer.turn_end
-    if not ending:
+    try:
+        prefix = renderer.text(beginning, tools, generate=False)
+        asked = renderer.text(beginning[:-1], tools) if len(beginning) > 1 else ""
+    except ApiError:  # a template may refuse what is only a beginning
         return None
-    prefix = renderer.text(beginning, tools, generate=False)
-    asked = renderer.text(beginning[:-1], tools) if len(beginning) > 1 else ""
-    if not (prefix.startswith(asked) and prefix.endswith(ending) and whole.startswith(prefix)):
+    ending = renderer.ending(prefix)
+    if ending is None and renderer.begins_with_stop(whole[len(prefix) :]):
+        ending = ""  # the next message begins with it, as GLM's do
+    if ending is None or not (prefix.startswith(asked) and whole.startswith(prefix)):
         # Qwen3's template writes an empty thought before the last reply only.
+        ending = renderer.turn_end
         prefix = renderer.decode_raw(known) + ending
-        if not whole.startswith(prefix):
+        if not ending or not whole.startswith(prefix):
             return None
     return [*known, *renderer.encode(ending + whole[len(prefix) :], limit)]
 

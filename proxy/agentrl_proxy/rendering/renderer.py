@@ -14,6 +14,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 from agentrl_proxy.errors import context_length_exceeded, invalid
+from agentrl_proxy.rendering import template_probes as probes
 from agentrl_proxy.rendering.prompt_length import exceeds
 from agentrl_proxy.rendering.reply import ParsedReply
 from agentrl_proxy.rendering.templates import THINKING_SWITCHES, switches
@@ -27,12 +28,6 @@ _LONG_TEXT = 4096  # characters
 _ROLES = {"developer": "system", "function": "tool"}
 """Templates that know a developer take a system message for one. A function was OpenAI's tool role
 of 2023."""
-_ORDERS = {
-    "system": "system user",
-    "system again": "system system user",
-    "later system": "user assistant system user",
-    "user again": "user user",
-}
 
 
 class Renderer:
@@ -65,9 +60,12 @@ class Renderer:
         if tokenizer.eos_token_id is not None:
             self._stop_ids |= {tokenizer.eos_token_id}
         self.switches = switches(chat_template)
-        self.generation_prompt, self.turn_end = self._probe_turns()
-        self._text_arguments = self._probe_arguments()
-        self._refused = self._probe_order()
+        self.generation_prompt, self.before_content, self.turn_end = probes.turns(self._written)
+        self._text_arguments = probes.takes_text_arguments(self._written)
+        self._refused = probes.refused_orders(self._written)
+        # "thinking" instead of "reasoning_content": gpt-oss, LFM 2.5.
+        self._thinking = bool(re.search(r"message\.thinking\b", chat_template))
+        self._thinking_alone = probes.refuses_content_beside_thinking(self._written)
         # The template's end of a turn stops the answer, whatever the tokenizer's eos is.
         end_ids = self.encode(self.turn_end)
         special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -77,13 +75,10 @@ class Renderer:
         self.token_bytes = cache(self._bytes_of)
         """The bytes of a token, which may be part of a character, by its id."""
         self.hidden = self._hidden_ids(special, template)
-        self._unopened = ReplyTemplate(template, "")
-        opening, marks = self.generation_prompt, self._unopened.reasoning_marks
-        if marks is not None and marks[1] in opening.partition(marks[0])[2]:
-            opening = opening.partition(marks[0])[0]  # a thought that the prompt closes is no reply
-        self._format = ReplyTemplate(template, opening)
-        self.tells_calls_apart = self._format.streams_calls  # before the reply ends
-        self.reasoning_marks = self._format.reasoning_marks
+        self._format = cache(lambda opening: ReplyTemplate(template, opening))
+        plain = self._format("")
+        self.tells_calls_apart = plain.streams_calls  # before the reply ends
+        self.reasoning_marks = plain.reasoning_marks
         self.vocab_size = len(tokenizer)
         self._byte_level = "ByteLevel" in str(tokenizer.backend_tokenizer.decoder)
 
@@ -171,6 +166,8 @@ class Renderer:
         """
         if self._text_arguments:
             messages = [_with_text_arguments(message) for message in messages]
+        if self._thinking:
+            messages = [self._with_thinking(message) for message in messages]
         try:
             return self._written(list(messages), tools=tools, add_generation_prompt=generate)
         except Exception as error:  # a template may raise anything
@@ -234,16 +231,44 @@ class Renderer:
     def _decoded(self, ids: Sequence[int]) -> str:
         return self.tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)
 
-    def parser(self, *, tools: Tools, opened: bool = True, one_call: bool = False) -> ReplyParser:
+    def opening(self, prompt: str) -> str:
+        """Return the begin of the reply with which a prompt's text ends.
+
+        That is ``generation_prompt``; after a tool's result the begin of a thought, as Gemma 4's
+        template writes it, or nothing, as DeepSeek's.
+        """
+        if prompt.endswith(self.generation_prompt):
+            return self.generation_prompt
+        marks = self.reasoning_marks
+        return marks[0] if marks is not None and prompt.endswith(marks[0]) else ""
+
+    def ending(self, text: str) -> str | None:
+        """Return the end of the turn with which a text ends: ``turn_end``, or a token that stops
+        the model and the whitespace after it, as ``<|call|>``; None: it ends with neither."""
+        if self.turn_end and text.endswith(self.turn_end):
+            return self.turn_end
+        ended = text.rstrip()
+        stop = next((one for one in self._stop_texts() if ended.endswith(one)), None)
+        return None if stop is None else text[len(ended) - len(stop) :]
+
+    def begins_with_stop(self, text: str) -> bool:
+        """Whether a text begins with a token that stops the model."""
+        return text.startswith(self._stop_texts())
+
+    def parser(
+        self, *, tools: Tools, opening: str | None = None, one_call: bool = False
+    ) -> ReplyParser:
         """Return a parser for one reply.
 
         Args:
-            opened: whether the prompt ended with ``generation_prompt``. DeepSeek's templates do
-                not open a turn after a tool's result.
+            opening: what ``opening`` says of the prompt. Default: ``generation_prompt``.
             one_call: whether the reply ends where a second tool call begins.
         """
-        format = self._format if opened else self._unopened
-        return ReplyParser(format, tools=tools, one_call=one_call)
+        opening = self.generation_prompt if opening is None else opening
+        marks = self.reasoning_marks
+        if marks is not None and marks[1] in opening.partition(marks[0])[2]:
+            opening = opening.partition(marks[0])[0]  # a thought that the prompt closes is no reply
+        return ReplyParser(self._format(opening), tools=tools, one_call=one_call)
 
     def parse(self, ids: Sequence[int], *, tools: bool = True) -> ParsedReply:
         """Parse response ids into content, tool calls and reasoning."""
@@ -260,48 +285,16 @@ class Renderer:
             messages, tokenize=False, **settings, **self.template_kwargs
         )
 
-    def _probe_turns(self) -> tuple[str, str]:
-        """Render a dummy conversation to find what opens and closes an assistant's turn.
+    def _with_thinking(self, message: Message) -> Message:
+        thought, content = message.get("reasoning_content"), message["content"]
+        if not thought:
+            return message
+        if self._thinking_alone and content and message.get("tool_calls"):
+            return {**message, "thinking": f"{thought}\n\n{content}", "content": ""}
+        return {**message, "thinking": thought}
 
-        Without a result ("", ""), conversations are not continued.
-        """
-        dummy = "DUMMYREPLY"
-        user = {"role": "user", "content": "x"}
-        try:
-            asked = self._written([user])
-            opened = self._written([user], add_generation_prompt=True)
-            replied = self._written([user, {"role": "assistant", "content": dummy}])
-        except Exception:  # a template may raise anything
-            return "", ""
-        _, found, ending = replied.rpartition(dummy)
-        return opened[len(asked) :] if opened.startswith(asked) else "", ending if found else ""
-
-    def _probe_order(self) -> frozenset[str]:
-        """Find which orders of messages the template refuses or leaves out: any system message
-        (Gemma 2), a second or a later one (Qwen 3.5), two of the user in a row (Gemma 3)."""
-        return frozenset(name for name, roles in _ORDERS.items() if not self._writes(roles))
-
-    def _writes(self, roles: str) -> bool:
-        said = [{"role": role, "content": f"DUMMY{i}"} for i, role in enumerate(roles.split())]
-        try:
-            text = self._written(said)
-        except Exception:  # a template may raise anything
-            return False
-        return all(one["content"] in text for one in said)
-
-    def _probe_arguments(self) -> bool:
-        """Return whether the template expects tool arguments as text (DeepSeek), not as values."""
-        for arguments, as_text in (({"DUMMYKEY": "v"}, False), ('{"DUMMYKEY": "v"}', True)):
-            function = {"name": "f", "arguments": arguments}
-            call = {"type": "function", "id": "x", "function": function}
-            reply = {"role": "assistant", "content": "", "tool_calls": [call]}
-            try:
-                text = self._written([{"role": "user", "content": "x"}, reply])
-            except Exception:  # such a template may still serve without tools
-                continue
-            if '"DUMMYKEY"' in text and "'DUMMYKEY'" not in text:
-                return as_text
-        return False
+    def _stop_texts(self) -> tuple[str, ...]:
+        return tuple(filter(None, (self.decode_raw([i]) for i in sorted(self._stop_ids))))
 
     def _hidden_ids(self, special: set[int], template: dict[str, Any]) -> frozenset[int]:
         """Return special tokens, except those that the response template contains."""

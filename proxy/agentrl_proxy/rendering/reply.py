@@ -1,7 +1,9 @@
-"""Define a parsed reply and its tool calls, and read JSON calls, whose spelling is kept."""
+"""Define a parsed reply and its tool calls, and read calls in JSON, whose spelling is kept, and in
+Python."""
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import secrets
@@ -76,6 +78,41 @@ def read_call(text: str, name: str | None, *, delimited: bool) -> ToolCall:
             raise ValueError("a tool call with two names or arguments")
         arguments = text[begun.end() : end]
     return tool_call(value.get("name"), arguments)
+
+
+def read_python_calls(text: str) -> list[ToolCall]:
+    """Return the calls of a list as Python writes it: ``[search(q='x', n=3), stop()]``.
+
+    Raises:
+        ValueError: it is malformed.
+    """
+    try:
+        # Some templates write a string's line ends as they are.
+        text = _STRING.sub(lambda string: string[0].replace("\n", r"\n"), text.strip())
+        listed: Any = _Constants().visit(ast.parse(text, mode="eval"))
+        return [_python_call(one) for one in listed.body.elts]
+    except (AttributeError, SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(f"no list of calls: {error}") from None
+
+
+_STRING = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
+
+
+class _Constants(ast.NodeTransformer):
+    """Reads JSON's constants, in which some templates write nested values."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        named = {"true": True, "false": False, "null": None}
+        return ast.Constant(named[node.id]) if node.id in named else node
+
+
+def _python_call(call: Any) -> ToolCall:
+    arguments = {one.arg: ast.literal_eval(one.value) for one in call.keywords}
+    if call.args or None in arguments or len(arguments) < len(call.keywords):
+        raise ValueError("a tool call's arguments need a name of their own each")
+    if not isinstance(call.func, ast.Name | ast.Attribute):
+        raise ValueError("a tool call without a name")
+    return tool_call(ast.unparse(call.func), arguments)
 
 
 def tool_call(name: Any, arguments: Any) -> ToolCall:

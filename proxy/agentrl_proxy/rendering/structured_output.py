@@ -72,21 +72,26 @@ class Constraints:
         self._renderer = renderer
         self._known: dict[bytes, Constraint] = {}
 
-    async def of(self, request: ConstrainedRequest, *, opened: bool = True) -> Constraint | None:
+    async def of(
+        self, request: ConstrainedRequest, *, opening: str | None = None
+    ) -> Constraint | None:
         """Return what the sampler has to enforce; None: nothing.
 
         Args:
-            opened: whether the prompt ends with the template's generation prompt. DeepSeek's
-                templates write none after a tool's result, so no reasoning is open then.
+            opening: what ``Renderer.opening`` says of the prompt. Default: the template's
+                generation prompt.
 
         Raises:
             ApiError: it cannot be enforced (400).
         """
         format, choice = request.response_format, request.tool_choice
+        opening = self._renderer.generation_prompt if opening is None else opening
         if format is None and choice == "auto":
             return None
         try:
-            key = orjson.dumps([format, choice, request.tools, request.parallel_tool_calls, opened])
+            key = orjson.dumps(
+                [format, choice, request.tools, request.parallel_tool_calls, opening]
+            )
         except TypeError:  # orjson's depth limit
             param = "response_format" if choice == "auto" else "tools"
             raise invalid(param, f"{param}: a schema is nested too deeply") from None
@@ -95,7 +100,7 @@ class Constraints:
             # In a thread: a large schema, or the first template, takes a while.
             if len(self._known) >= 256:
                 self._known.clear()
-            known = self._known[key] = await asyncio.to_thread(self._compile, request, opened)
+            known = self._known[key] = await asyncio.to_thread(self._compile, request, opening)
         return known
 
     @cached_property
@@ -103,7 +108,7 @@ class Constraints:
         """How the model writes tool calls; None if no grammar can repeat it."""
         return probe_tool_form(self._renderer)
 
-    def _compile(self, request: ConstrainedRequest, opened: bool) -> Constraint:
+    def _compile(self, request: ConstrainedRequest, opening: str) -> Constraint:
         rules, bodies, missed = list[str](), list[str](), list[str]()
         kind = param = "tool_choice"
         format = request.response_format
@@ -114,11 +119,11 @@ class Constraints:
             options = {"whitespace_pattern": _WHITESPACE, "lenient": not asked.get("strict")}
             where = "response_format.json_schema.schema"
             rules.append(f"answer: {_json(asked['schema'], options, param, where, missed)}")
-            bodies.append("answer")
+            bodies.append(f"{self._before_answer()} answer")
         if request.tools:
             rules += self._calls(request, param, missed)
             bodies.append("calls")
-        reasoning, more = self._reasoning(opened)
+        reasoning, more = self._reasoning(opening)
         begin = [f"start: {reasoning}body", f"body: {' | '.join(bodies)}"]
         grammar = "\n".join([*begin, *rules, *more])
         _check(grammar, param, f"{param} cannot be enforced")
@@ -161,17 +166,21 @@ class Constraints:
             f"middle: {self._lark(form.middle)}",
         ]
 
-    def _reasoning(self, turn_opened: bool) -> tuple[str, list[str]]:
+    def _before_answer(self) -> str:
+        """What the template writes before an answer, as gpt-oss's channel; not an empty thought."""
+        marks, before = self._renderer.reasoning_marks, self._renderer.before_content
+        return self._lark("" if marks is not None and marks[1] in before else before)
+
+    def _reasoning(self, prompt: str) -> tuple[str, list[str]]:
         """What may precede the constrained part, and the rules it needs."""
         marks = self._renderer.reasoning_marks
         if marks is None:
             return "", []
         opened, closed = marks
-        prompt = self._renderer.generation_prompt if turn_opened else ""
         if closed in prompt:
             return "", []  # the template closed it: no reasoning this time
         added = self._renderer.tokenizer.added_tokens_decoder.values()
-        if any(token.content == closed for token in added):
+        if any(closed.startswith(token.content) for token in added):
             text = f"reasoned: REASONING {self._lark(closed)} /\\n{{0,2}}/"
             rules = [text, "REASONING: /(?s:.*)/"]
         else:  # several tokens: look for the text

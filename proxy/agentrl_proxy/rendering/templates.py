@@ -1,8 +1,8 @@
 """Hold the response templates of model families: how they write reasoning and tool calls.
 
 A tokenizer with a ``response_template`` of its own needs none of these. Qwen and Qwen 3.5 are from
-transformers' server, without the end-of-turn marks, which never reach the parser here. Llama and
-DeepSeek follow the chat templates that their authors publish.
+transformers' server, without the end-of-turn marks, which never reach the parser here. The others
+follow the chat templates that their authors publish.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from typing import Any
 Template = dict[str, Any]
 
 _THINK: Template = {"thinking": {"open": "<think>", "close": "</think>", "content": "text"}}
+# Of a field that only keeps its ``open_pattern`` out of the content. An optional part of another
+# pattern cannot: in pieces of text a pattern matches without its optional part.
+_NOTHING: Template = {"close_pattern": "(?=.)", "content": "text", "repeats": True}
 # Either the whole call is a JSON object, or a name stands before the arguments as one.
 _WHOLE = "{content}"
 _NAMED = {"name": "{name}", "arguments": "{content}"}
@@ -37,11 +40,8 @@ def _deepseek(anchor: str | list[str], name: str, before_end: str) -> Template:
         "open_pattern": rf"\s*(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>{name}",
         "close_pattern": rf"{before_end}<｜tool▁call▁end｜>",
     }
-    # The list's end cannot be an optional part of a call's end: in pieces of text a pattern
-    # matches without its optional part.
-    end = {"open_pattern": r"\s*<｜tool▁calls▁end｜>", "close_pattern": "(?=.)"}
-    end_of_calls = {**end, "content": "text", "repeats": True}
-    return _template(anchor, _NAMED, calls, {**_THINK, "end_of_calls": end_of_calls})
+    end = {"open_pattern": r"\s*<｜tool▁calls▁end｜>", **_NOTHING}
+    return _template(anchor, _NAMED, calls, {**_THINK, "end_of_calls": end})
 
 
 QWEN = _template(
@@ -90,6 +90,77 @@ DEEPSEEK_3_1 = _deepseek(
     "",
 )
 
+GPT_OSS = _template(
+    "<|start|>assistant",
+    _NAMED,
+    {
+        # The recipient stands before or after the channel. One call a message: <|call|> stops.
+        "open_pattern": r"(?: to=functions\.(?P<name>[^\s<]+)<\|channel\|>commentary|"
+        r"<\|channel\|>commentary to=functions\.(?P<name>[^\s<]+))"
+        r"(?: ?<\|constrain\|>)?(?: ?\w+)?<\|message\|>"
+    },
+    {
+        "thinking": {
+            "open": "<|channel|>analysis<|message|>",
+            "close": ["<|end|><|start|>assistant", "<|end|>"],
+            "content": "text",
+        },
+        "header": {
+            "open_pattern": r"<\|channel\|>(?:final|commentary)"
+            r"(?: ?<\|constrain\|>\w+)?<\|message\|>",
+            **_NOTHING,
+        },
+        "next_message": {"open_pattern": r"<\|end\|>|<\|start\|>assistant", **_NOTHING},
+    },
+)
+"""OpenAI's harmony format: https://cookbook.openai.com/articles/openai-harmony"""
+
+GLM_4_5 = _template(
+    "<|assistant|>",
+    _NAMED,
+    {
+        "open_pattern": r"\s*<tool_call>(?P<name>[^\s<]+)",
+        "close": "</tool_call>",
+        "content": "xml-inline",
+        "content_args": {
+            "tag_pattern": r"<arg_key>(?P<key>.*?)</arg_key>\s*"
+            r"<arg_value>(?P<value>.*?)</arg_value>"
+        },
+    },
+    {"thinking": {**_THINK["thinking"], "open": ["<think>", "\n<think>"]}},
+)
+"""GLM 4.5, 4.6 and 4.7."""
+
+GEMMA_4 = _template(
+    ["<|turn>model\n", "<tool_response|>"],
+    _NAMED,
+    {
+        "open_pattern": r"\s*<\|tool_call>call:(?P<name>[^\s{]+)",
+        "close": "<tool_call|>",
+        "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
+    },
+    {"thinking": {"open": "<|channel>thought\n", "close": "<channel|>", "content": "text"}},
+)
+
+LFM_2 = _template(
+    "<|im_start|>assistant\n",
+    _WHOLE,
+    {"open_pattern": r"\s*<\|tool_call_start\|>", "close": "<|tool_call_end|>", "content": "text"},
+    _THINK,
+)
+"""LFM 2 and 2.5: calls are a list as Python writes it, ``[search(q='x'), stop()]``."""
+
+MISTRAL = _template(
+    "[/INST]",
+    _NAMED,
+    {
+        "open_pattern": r"\s*\[TOOL_CALLS\](?P<name>[^\s\[]+)(?:\[CALL_ID\]\w+)?\[ARGS\]",
+        "close_pattern": r"(?=\[TOOL_CALLS\])",
+    },
+    {"thinking": {"open": "[THINK]", "close": "[/THINK]", "content": "text"}},
+)
+"""Ministral 3, Devstral 2, and Mistral Small from 3.2."""
+
 # The first entry whose marks are all in a chat template tells its family.
 _MARKS: tuple[tuple[tuple[str, ...], Template], ...] = (
     (("<｜tool▁sep｜>", "```json"), DEEPSEEK_3),
@@ -97,6 +168,11 @@ _MARKS: tuple[tuple[tuple[str, ...], Template], ...] = (
     (("<｜Assistant｜>",), DEEPSEEK_3),
     (("<|start_header_id|>", '"parameters"'), LLAMA_3),
     (("<tool_call>", "<function="), QWEN_3_5),
+    (("<|channel|>", "<|message|>"), GPT_OSS),
+    (("<tool_call>", "<arg_key>"), GLM_4_5),
+    (("<|tool_call>call:",), GEMMA_4),
+    (("<|tool_call_start|>",), LFM_2),
+    (("[TOOL_CALLS]", "[ARGS]"), MISTRAL),
 )
 
 

@@ -12,7 +12,13 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
-from agentrl_proxy.rendering.reply import ParsedReply, ToolCall, read_call, tool_call
+from agentrl_proxy.rendering.reply import (
+    ParsedReply,
+    ToolCall,
+    read_call,
+    read_python_calls,
+    tool_call,
+)
 
 # The tools, whose schemas give types to untyped notations; or whether there are any.
 Tools = bool | list[dict[str, Any]]
@@ -102,6 +108,7 @@ class ReplyParser:
         self._before_calls = -1  # length of the content before the first call
         self._reasoning = ""
         self._thought = ""  # the current thought as written
+        self._thought_over = False  # the last one, which may be empty, was closed
         self._calls: list[ToolCall] = []
         self._open: str | None = None  # the text so far of the call that is not complete
         self._name: str | None = None  # its name, if that stands before the text
@@ -183,10 +190,14 @@ class ReplyParser:
                 value = event["value"]
                 for one in value if isinstance(value, list) else [value]:
                     function = one["function"]
-                    self._calls.append(tool_call(function["name"], function.get("arguments", {})))
+                    if isinstance(function, str):
+                        self._calls += read_python_calls(function)
+                    else:
+                        arguments = function.get("arguments", {})
+                        self._calls.append(tool_call(function["name"], arguments))
         elif name == "content" and kind == "region_chunk":
             # No blank line between thinking and answer.
-            between = self._reasoning and not self._content
+            between = self._thought_over and not self._content
             self._content += event["text"].lstrip() if between else event["text"]
         elif name in _REASONING_FIELDS and kind == "region_chunk":
             text = event["text"]
@@ -194,7 +205,7 @@ class ReplyParser:
             self._reasoning += text if self._reasoning else text.lstrip()
         elif name in _REASONING_FIELDS and kind == "region_close":
             self._pass_over(self._thought)
-            self._thought = ""
+            self._thought, self._thought_over = "", True
 
     def _take_call(self, event: dict[str, Any]) -> None:
         if event["type"] == "region_open":

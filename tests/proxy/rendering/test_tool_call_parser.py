@@ -113,7 +113,7 @@ def test_a_rendered_call_is_what_the_model_would_say(family: str, speaker: Rende
         told = told.replace("<think>\n\n</think>\n\n", "")
     assert told.startswith(asked.rstrip("\n"))
     said = told[len(asked.rstrip("\n")) :].lstrip("\n").removesuffix(speaker.turn_end)
-    parser = speaker.parser(tools=True, opened=family != "deepseek-r1")
+    parser = speaker.parser(tools=True, opening="" if family == "deepseek-r1" else None)
     whole, _ = in_pieces(parser, list(said))
     assert [call.name for call in whole.tool_calls] == ["search"]
     assert json.loads(whole.tool_calls[0].arguments) == arguments
@@ -123,7 +123,7 @@ def test_a_rendered_call_is_what_the_model_would_say(family: str, speaker: Rende
 def test_a_call_is_shown_when_it_is_complete(family: str, speaker: Renderer) -> None:
     """Before the rest of the reply, where the family closes calls."""
     text = FAMILIES[family].said(("search", ARGUMENTS))
-    parser = speaker.parser(tools=True, opened=family != "deepseek-r1")
+    parser = speaker.parser(tools=True, opening="" if family == "deepseek-r1" else None)
     seen = [(i, call) for i, c in enumerate(text) for call in parser.feed(c).tool_calls]
     seen += [(len(text), call) for call in parser.remainder(parser.finish()).tool_calls]
     [(at, call)] = seen
@@ -140,7 +140,7 @@ def test_malformed_calls_are_text(family: str, speaker: Renderer, arguments: str
     made = FAMILIES[family]
     text = made.said(("search", arguments))
     for pieces in ([text], list(text)):
-        parser = speaker.parser(tools=True, opened=family != "deepseek-r1")
+        parser = speaker.parser(tools=True, opening="" if family == "deepseek-r1" else None)
         whole, shown = in_pieces(parser, pieces)
         assert whole == ParsedReply(content=text)
         assert shown.content == text
@@ -168,14 +168,23 @@ def test_an_answer_in_json_is_no_call_without_arguments(speakers: dict[str, Rend
         assert whole == ParsedReply(content=text)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES.values(), "qwen3_5_think", "glm4moe", "lfm2"])
-def test_which_calls_are_read_is_known(tokenizer: Any, family: Family | str) -> None:
-    if isinstance(family, Family):
-        assert reads_calls(Renderer(family.tokenizer(tokenizer)))
-        return
+@pytest.mark.parametrize("family", FAMILIES.values())
+def test_calls_are_known_to_be_read(tokenizer: Any, family: Family) -> None:
+    assert reads_calls(Renderer(family.tokenizer(tokenizer)))
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_think", "muse_glimmer", "lfm2"])
+def test_which_calls_are_read_is_known(tokenizer: Any, name: str) -> None:
     other = copy.deepcopy(tokenizer)
-    other.chat_template = published(family)
-    assert reads_calls(Renderer(other)) == (family == "qwen3_5_think")
+    other.chat_template = published(name)
+    assert reads_calls(Renderer(other)) == (name == "qwen3_5_think")
+
+
+def test_no_blank_line_follows_an_empty_thought(hermes: Renderer) -> None:
+    text = "<think>\n\n</think>\n\nHi."
+    for pieces in ([text], list(text)):
+        whole, _ = in_pieces(hermes.parser(tools=True), pieces)
+        assert whole == ParsedReply(content="Hi.")
 
 
 def test_whitespace_of_an_argument_between_tags_is_kept(tokenizer: Any) -> None:
