@@ -177,8 +177,12 @@ def test_malformed_calls_are_text(family: str, speaker: Renderer) -> None:
 
 @pytest.mark.parametrize(
     ("family", "thinking"),
-    [(one, False) for one in FAMILIES]
-    + [(one, True) for one in FAMILIES if one not in THOUGHTLESS],
+    [
+        (one, thinking)
+        for one in FAMILIES
+        for thinking in (False, True)
+        if not thinking or one not in THOUGHTLESS
+    ],
 )
 def test_a_loop_of_tool_calls_continues_token_for_token(
     tokenizer: Any, family: str, thinking: bool
