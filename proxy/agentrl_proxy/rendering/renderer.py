@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, lru_cache
+from itertools import chain
 from typing import Any
 
 from agentrl_proxy.errors import context_length_exceeded, invalid
@@ -298,14 +299,21 @@ class Renderer:
 
     def _hidden_ids(self, special: set[int], template: dict[str, Any]) -> frozenset[int]:
         """Return special tokens, except those that the response template contains."""
-        patterns = json.dumps(template, ensure_ascii=False)
+        patterns = "\n".join(_strings(template))
         hidden = set(self._stop_ids)
         for i in special:
             token = self.decode_raw([i])
-            escaped = json.dumps(re.escape(token), ensure_ascii=False)[1:-1]
-            if not token or (token not in patterns and escaped not in patterns):
+            if not token or (token not in patterns and re.escape(token) not in patterns):
                 hidden.add(i)
         return frozenset(hidden)
+
+
+def _strings(value: Any) -> list[str]:
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    return list(chain.from_iterable(map(_strings, value))) if isinstance(value, Iterable) else []
 
 
 def _tool_call(call: dict[str, Any]) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def speaker(tokenizer: Any, family: str) -> Renderer:
 def made(tokenizer: Any, family: str, **kwargs: Any) -> Renderer:
     own = copy.deepcopy(tokenizer)
     own.chat_template = MISTRAL if family == "mistral" else published(family)
-    marks = set(re.findall(r"<\|?[a-z_]+\|?>|\[/?[A-Z_]+\]", own.chat_template))
+    marks = set(re.findall(r"<\|?[a-z_\"]+\|?>|\[/?[A-Z_]+\]", own.chat_template))
     stops = next(found for name, found in STOPS.items() if family.startswith(name))
     special = [mark for mark in marks if "|" in mark or "[" in mark] + stops
     own.add_special_tokens({"additional_special_tokens": sorted({*special})})
