@@ -57,7 +57,9 @@ def to_chat(data: Json) -> Chat:
 
 
 def turns(value: Any, name: str, role: str) -> list[Any]:
-    """Read a part of a conversation: messages, or the text of one."""
+    """Read a part of a conversation: messages, or the text of one, which may look like a number."""
+    if isinstance(value, int | float):
+        value = json.dumps(value)
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     if not isinstance(value, list):
@@ -68,20 +70,32 @@ def turns(value: Any, name: str, role: str) -> list[Any]:
 def _messages(data: Json) -> list[Any]:
     """Return the messages of a record in OpenAI's form, not checked yet."""
     if data.get("messages") is not None:
-        return _list(data["messages"], "messages")
+        return with_system(data, _list(data["messages"], "messages"))
     if data.get("conversations") is not None:
         said = _list(data["conversations"], "conversations")
-        if said and isinstance(said[0], dict) and "role" in said[0]:
-            return said
-        system = [{"from": "system", "value": data["system"]}] if data.get("system") else []
-        return list(_of_sharegpt([*system, *said]))
+        of_openai = said and isinstance(said[0], dict) and "role" in said[0]
+        return with_system(data, said if of_openai else [*_of_sharegpt(said)])
     if data.get("prompt") is not None and data.get("completion") is not None:
-        asked = turns(data["prompt"], "prompt", "user")
+        asked = with_system(data, turns(data["prompt"], "prompt", "user"))
         return [*asked, *turns(data["completion"], "completion", "assistant")]
     raise ValueError(
         "there are no messages (OpenAI's form), no conversations (ShareGPT's), and no prompt with "
         f"a completion; it has {', '.join(data) or 'no fields'}"
     )
+
+
+def with_system(data: Json, messages: list[Any]) -> list[Any]:
+    """Put the text in the record's ``system`` before its messages, unless one of theirs begins."""
+    begins = messages and isinstance(messages[0], dict) and messages[0].get("role") == "system"
+    system = {"role": "system", "content": data.get("system")}
+    return [system, *messages] if data.get("system") and not begins else messages
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a value without the fields that are null: in a table every object has those of all."""
+    if isinstance(value, dict):
+        return {name: without_nulls(one) for name, one in value.items() if one is not None}
+    return [without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def _of_sharegpt(said: Iterable[Any]) -> Iterable[Json]:

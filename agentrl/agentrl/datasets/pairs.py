@@ -6,13 +6,14 @@ runs export --format pairs`` among them), Anthropic's HH, HelpSteer3, and UltraF
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
-from agentrl.datasets.chats import Chat, to_chat, turns
+from agentrl.datasets.chats import Chat, to_chat, turns, with_system, without_nulls
 from agentrl_tracer.schemas import Json
 
 _HH_TURN = re.compile(r"\n\n(Human|Assistant):")
@@ -82,16 +83,28 @@ def _answered(chat: Chat, start: int, name: str) -> Chat:
 
 def _trl(data: Json) -> Parts | str:
     """TRL's form. A score of each answer, as UltraFeedback's have, must not contradict it."""
-    better, worse = data.get("score_chosen"), data.get("score_rejected")
-    if better is not None and worse is not None and better <= worse:
+    scores = [data.get("score_chosen"), data.get("score_rejected")]
+    if None not in scores and _number(scores[0], "score_chosen") <= _number(
+        scores[1], "score_rejected"
+    ):
         return "pairs whose scores do not prefer the chosen answer"
     if (given := data.get("prompt")) is None:
-        return _without_prompt(*(_transcript(data[name], name) for name in ("chosen", "rejected")))
-    prompt = turns(given, "prompt", "user")
-    chosen, rejected = (turns(data[name], name, "assistant") for name in ("chosen", "rejected"))
-    # In UltraFeedback binarized the answers begin with the prompt as well.
-    size = len(prompt) if chosen[: len(prompt)] == prompt == rejected[: len(prompt)] else 0
-    return prompt, chosen[size:], rejected[size:]
+        found = _without_prompt(*(_transcript(data[name], name) for name in ("chosen", "rejected")))
+        return with_system(data, found[0]), *found[1:]
+    prompt = without_nulls(turns(given, "prompt", "user"))
+    chosen, rejected = (
+        without_nulls(turns(data[name], name, "assistant")) for name in ("chosen", "rejected")
+    )
+    if chosen and isinstance(chosen[0], dict) and chosen[0].get("role") in ("system", "user"):
+        # In UltraFeedback binarized the answers begin with the prompt as well.
+        whole, chosen, rejected = _without_prompt(chosen, rejected)
+        size = len(prompt)
+        if whole[-size:] != prompt and whole[:size] != prompt:
+            raise ValueError(
+                f"chosen: begins with a message of {whole[0]['role']} that is not of the prompt"
+            )
+        prompt = whole
+    return with_system(data, prompt), chosen, rejected
 
 
 def _without_prompt(chosen: Messages, rejected: Messages) -> Parts:
@@ -152,9 +165,11 @@ def _completions(data: Json) -> Sequence[tuple[float, Messages]]:
 
 def _number(value: Any, name: str) -> float:
     try:
-        return float(value)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{name}: give a number, not {value!r}") from error
+        if math.isfinite(number := float(value)):
+            return number
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise ValueError(f"{name}: give a number, not {value!r}")
 
 
 _FORMS: tuple[tuple[set[str], Callable[[Json], Parts | str]], ...] = (

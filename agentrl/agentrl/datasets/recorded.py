@@ -6,7 +6,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import closing
-from itertools import groupby
+from itertools import groupby, product
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
@@ -28,6 +28,7 @@ from agentrl_trainer.data.training_row import TrainingRow, to_training_row
 
 Rollout = list[Json]
 """The rows of a rollout, as ``row_records`` gives them."""
+Judged = tuple[Rollout, float]
 
 
 def _rollouts(config: OfflineConfig, left_out: Counter[str]) -> list[Rollout]:
@@ -82,7 +83,14 @@ def run_samples(config: SftConfig) -> Samples:
     found = Samples()
     rollouts = _rollouts(config, found.left_out)
     if config.data.best_of:
-        rollouts.sort(key=lambda records: -(records[0]["reward"] or 0.0))
+        rated = [records for records in rollouts if records[0]["reward"] is not None]
+        found.left_out["rollouts without a reward"] += len(rollouts) - len(rated)
+        rollouts = sorted(rated, key=lambda records: -records[0]["reward"])
+    if config.data.train_on == "last":  # ids of calls are in the order of time
+        found.left_out["rows before the last answer of their rollout"] += sum(
+            len(records) - 1 for records in rollouts
+        )
+        rollouts = [[max(records, key=lambda one: max(one["calls"]))] for records in rollouts]
     return _without_copies(rollouts, config, "rollouts", found)
 
 
@@ -146,23 +154,31 @@ def _row(tokens: list[int], mask: Sequence[bool], config: SftConfig) -> Training
 def run_pairs(config: PreferConfig | RewardModelConfig) -> Samples:
     """Pair the best rollout of each group of ``data.from_run`` with its worst.
 
+    Their rows are the longest that answer the same prompt.
+
     Raises:
         ConfigError: as for ``run_scores``.
     """
-    judged, by, groups = run_scores(config), config.data.by, defaultdict[str, list[Example]](list)
-    for example in judged.kept:
-        groups[example.group].append(example)
-    found = Samples(left_out=judged.left_out)
+    found, by, groups = Samples(), config.data.by, defaultdict[str, list[Judged]](list)
+    for records, value in _judged(config, found.left_out):
+        groups[records[0]["group"]].append((records, value))
     for members in groups.values():
-        best, worst = (choose(members, key=lambda one: one.score) for choose in (max, min))
+        (best, most), (worst, least) = (choose(members, key=itemgetter(1)) for choose in (max, min))
+        both = [one for one in product(best, worst) if _asked(one[0]) == _asked(one[1])]
         if len(members) < 2:
             found.left_out[f"groups with a single rollout that has a {by}"] += 1
-        elif best.score == worst.score:
+        elif most == least:
             found.left_out[f"groups without a difference in {by}"] += 1
-        elif best.rows[0].tokens == worst.rows[0].tokens:
-            found.left_out["groups whose best and worst rollouts have the same tokens"] += 1
+        elif not both:
+            found.left_out["groups whose best and worst rollouts answer no prompt in common"] += 1
         else:
-            found.kept.append(Example((*best.rows, *worst.rows), best.task))
+            chosen, rejected = max(both, key=lambda two: sum(len(one["tokens"]) for one in two))
+            rows = len(best) + len(worst) - 2
+            found.left_out["rows beside the longest that answer the same prompt"] += rows
+            if chosen["tokens"] == rejected["tokens"]:
+                found.left_out["groups whose best and worst rollouts have the same tokens"] += 1
+            else:
+                found.kept.append(Example((_whole(chosen), _whole(rejected)), chosen["task"]))
     return found
 
 
@@ -172,23 +188,42 @@ def run_scores(config: PreferConfig | RewardModelConfig) -> Samples:
     Raises:
         ConfigError: as ``_rollouts``; or there is no feedback.
     """
-    data, found = config.data, Samples()
-    rollouts, left_out = _rollouts(config, found.left_out), found.left_out
+    found = Samples()
+    for records, value in _judged(config, found.left_out):
+        found.left_out["rows beside the longest of their rollout"] += len(records) - 1
+        longest = max(records, key=lambda one: len(one["tokens"]))
+        found.kept.append(Example((_whole(longest),), longest["task"], value, longest["group"]))
+    return found
+
+
+def _judged(config: PreferConfig | RewardModelConfig, left_out: Counter[str]) -> list[Judged]:
+    """Return the rollouts of ``data.from_run`` that have a reward or feedback, with it.
+
+    Raises:
+        ConfigError: as for ``run_scores``.
+    """
+    data, rollouts, found = config.data, _rollouts(config, left_out), list[Judged]()
     for records in rollouts:
         value = _of_people(records[0]) if data.by == "feedback" else records[0]["reward"]
         if value is None:
             left_out[f"rollouts without a {data.by}"] += 1
-            continue
-        left_out["rows beside the longest of their rollout"] += len(records) - 1
-        longest = max(records, key=lambda one: len(one["tokens"]))
-        row = weighted_row(longest["tokens"], [float(on) for on in longest["mask"]])
-        found.kept.append(Example((row,), longest["task"], value, longest["group"]))
-    if not found.kept and data.by == "feedback":
+        else:
+            found.append((records, value))
+    if not found and data.by == "feedback":
         raise ConfigError(
             f"data.by: none of the {len(rollouts)} rollouts of {data.from_run} has feedback. "
             "Give thumbs or scores in `agentrl ui`, for a pair to two of a group, or leave --by out"
         )
     return found
+
+
+def _asked(record: Json) -> tuple[str, list[int]]:
+    """Whom a row asked what: its adapter, and the tokens before its first answer."""
+    return record["adapter"], record["tokens"][: record["mask"].index(True)]
+
+
+def _whole(record: Json) -> TrainingRow:
+    return weighted_row(record["tokens"], [float(on) for on in record["mask"]])
 
 
 def _of_people(row: Json) -> float | None:

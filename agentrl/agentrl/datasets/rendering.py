@@ -69,7 +69,8 @@ def response_ids(
         ValueError: the template writes the answer differently.
     """
     normal = renderer.normalize(messages)
-    whole, ending = renderer.text(normal, tools, generate=False), renderer.turn_end
+    whole = renderer.text(normal, tools, generate=False)
+    ending = renderer.ending(whole) or ""
     said = whole[: len(whole) - len(ending)].removeprefix(asked)
     opening, closing = renderer.reasoning_marks or ("", "")
     header = asked.rpartition(opening)[0] if opening else asked

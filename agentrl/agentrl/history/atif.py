@@ -10,6 +10,7 @@ from typing import Any
 import agentrl
 from agentrl.history.export import rollout_records
 from agentrl.history.rollout.conversation import Message, answered, asked, shown_before
+from agentrl.history.rollout.trace import earned_by_name
 from agentrl.history.sources import OpenRun
 from agentrl_tracer.schemas import Call, CallState, Json
 
@@ -27,6 +28,9 @@ def atif_records(run: OpenRun, where: str) -> Iterator[Json]:
         calls = [Call(**one) for one in record["calls"] if one["attempt_id"] == rollout.winner]
         done = [call for call in calls if call.state is CallState.COMPLETED]
         if done:
+            counting = earned_by_name(rollout, run.store.rewards([rollout.id]), aside=False)
+            people = {n: v for n, v in (record["rewards"] or {}).items() if n.startswith("human:")}
+            record["rewards"] = counting | people
             yield _trajectory(record, sorted(done, key=lambda call: (call.seq, call.choice)))
 
 

@@ -65,7 +65,9 @@ def pair_records(run: OpenRun, where: str) -> Iterator[Json]:
         worst, best = members[0], members[-1]
         if best["reward"] > worst["reward"]:
             chats = _chats(run, [best, worst])
-            chosen, rejected = (_longest(chats[one["id"]]) for one in (best, worst))
+            longest = [_longest(chats[one["id"]]) for one in (best, worst)]
+            chosen, rejected = (chat["messages"] for chat in longest)
+            tools = longest[0].get("tools")
             both = takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))
             shared = len(list(both))
             if 0 < shared < min(len(chosen), len(rejected)):
@@ -76,7 +78,7 @@ def pair_records(run: OpenRun, where: str) -> Iterator[Json]:
                     "reward_chosen": best["reward"],
                     "reward_rejected": worst["reward"],
                     "rollouts": [best["id"], worst["id"]],
-                }
+                } | ({"tools": tools} if tools else {})
 
 
 _OF_A_STEP = (
@@ -161,8 +163,10 @@ def _chats(run: OpenRun, rows: Sequence[Row]) -> dict[str, list[Json]]:
 
 
 def _conversations(calls: Sequence[Call]) -> list[Json]:
-    """Return a chat for each call that no later one continues."""
+    """Return a chat for each call that no later one continues; where the attempt called models that
+    are sampled here, of their calls only."""
     done = [call for call in calls if call.state is CallState.COMPLETED]
+    done = [call for call in done if call.prompt_ids] or done
     chats = [chat for call in done if (chat := chat_of(call))]
     said = [asked(chat) for chat in chats]
     return [
@@ -185,8 +189,8 @@ def chat_of(call: Call) -> Json | None:
     return {"messages": messages} | ({"tools": request["tools"]} if request.get("tools") else {})
 
 
-def _longest(chats: Sequence[Json]) -> list[Json]:
-    return max((chat["messages"] for chat in chats), key=len, default=[])
+def _longest(chats: Sequence[Json]) -> Json:
+    return max(chats, key=lambda chat: len(chat["messages"]), default={"messages": []})
 
 
 # ---- Parquet

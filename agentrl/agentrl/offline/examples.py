@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import takewhile
+from pathlib import Path
 
 from agentrl.config.commands import OfflineConfig, PreferConfig, RewardModelConfig, SftConfig
 from agentrl.config.errors import ConfigError
 from agentrl.console.output import print_line, print_sentences
-from agentrl.datasets.chats import Chat, to_chat
+from agentrl.datasets.chats import Chat, to_chat, without_nulls
 from agentrl.datasets.files import read_records
 from agentrl.datasets.pairs import to_pair, to_scored
 from agentrl.datasets.recorded import run_pairs, run_samples, run_scores, served_samples
@@ -116,9 +117,11 @@ def file_examples(source: str, field: str, renderer: Renderer, reader: Reader) -
         ConfigError: names the file, the line and the field that does not fit.
     """
     found = Samples()
+    table = Path(source).suffix not in (".jsonl", ".json", ".csv")
     for where, data in read_records(source, field):
         try:
-            found.kept += reader(renderer, data, found.left_out)
+            read = without_nulls(data) if table else data
+            found.kept += reader(renderer, read, found.left_out)
         except ValueError as error:
             raise ConfigError(f"{field}: {where}: {error}") from error
     return found

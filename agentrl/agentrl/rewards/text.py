@@ -66,7 +66,13 @@ def exact(
             if not matches:
                 return 0.0
             said = matches[-1][1 if found.groups else 0] or ""
-        return float(plain(said) in (plain(str(one)) for one in expected_of(trace, field)))
+        return float(
+            plain(said)
+            in (
+                plain(one if isinstance(one, str) else json.dumps(one))
+                for one in expected_of(trace, field)
+            )
+        )
 
     return score
 

@@ -268,7 +268,7 @@ class Renderer:
         opening = self.generation_prompt if opening is None else opening
         marks = self.reasoning_marks
         if marks is not None and marks[1] in opening.partition(marks[0])[2]:
-            opening = opening.partition(marks[0])[0]  # a thought that the prompt closes is no reply
+            opening = ""  # a thought that the prompt closes is no reply
         return ReplyParser(self._format(opening), tools=tools, one_call=one_call)
 
     def parse(self, ids: Sequence[int], *, tools: bool = True) -> ParsedReply:

@@ -80,22 +80,60 @@ def read_call(text: str, name: str | None, *, delimited: bool) -> ToolCall:
     return tool_call(value.get("name"), arguments)
 
 
+def json_of_gemmas(text: str) -> str:
+    """Return Gemma 4's arguments as JSON: its keys have no quotes, and its strings marks of their
+    own."""
+
+    def quoted(found: re.Match[str]) -> str:
+        return json.dumps(found["text"] if found["key"] is None else found["key"])
+
+    return _OF_GEMMA.sub(quoted, text)
+
+
+_OF_GEMMA = re.compile(
+    r'<\|"\|>(?P<text>.*?)<\|"\|>|(?<![^\s{,])(?P<key>[^\s{}\[\],:"<]++)(?=\s*:)', re.DOTALL
+)
+
+
 def read_python_calls(text: str) -> list[ToolCall]:
     """Return the calls of a list as Python writes it: ``[search(q='x', n=3), stop()]``.
+
+    Names need not be Python's, as ``get-weather`` and ``from``, and strings may go over lines.
 
     Raises:
         ValueError: it is malformed.
     """
+    names: list[str] = []
+
+    def stand_in(found: re.Match[str]) -> str:
+        if found["name"] is None:
+            return _LINE_END.sub(lambda end: repr(end[0])[1:-1], found[0])
+        names.append(found["name"])
+        return f"n{len(names) - 1}"
+
+    def name_of(given: Any) -> str:
+        return names[int(given[1:])]
+
     try:
-        # Some templates write a string's line ends as they are.
-        text = _STRING.sub(lambda string: string[0].replace("\n", r"\n"), text.strip())
-        listed: Any = _Constants().visit(ast.parse(text, mode="eval"))
-        return [_python_call(one) for one in listed.body.elts]
-    except (AttributeError, SyntaxError, RecursionError, MemoryError) as error:
+        listed: Any = ast.parse(_NAME_OR_STRING.sub(stand_in, text.strip()), mode="eval")
+        calls: list[ToolCall] = []
+        for call in _Constants().visit(listed).body.elts:
+            given = {name_of(one.arg): ast.literal_eval(one.value) for one in call.keywords}
+            if call.args or len(given) < len(call.keywords):
+                raise ValueError("a tool call's arguments need a name of their own each")
+            calls.append(tool_call(name_of(call.func.id), given))
+    except (AttributeError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError(f"no list of calls: {error}") from None
+    return calls
 
 
-_STRING = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
+# Up to the end of the text where the quote is not closed: else each quote is tried to that end.
+_NAME_OR_STRING = re.compile(
+    r"'(?:[^'\\]|\\.)*(?:'|\Z)|\"(?:[^\"\\]|\\.)*(?:\"|\Z)"
+    r"|(?<![^\s,(\[])(?P<name>[^\s,()\[\]{}=:'\"]++)(?=\s*[(=])",
+    re.DOTALL,
+)
+_LINE_END = re.compile(r"\\?\r?\n|\r")
 
 
 class _Constants(ast.NodeTransformer):
@@ -104,15 +142,6 @@ class _Constants(ast.NodeTransformer):
     def visit_Name(self, node: ast.Name) -> ast.expr:
         named = {"true": True, "false": False, "null": None}
         return ast.Constant(named[node.id]) if node.id in named else node
-
-
-def _python_call(call: Any) -> ToolCall:
-    arguments = {one.arg: ast.literal_eval(one.value) for one in call.keywords}
-    if call.args or None in arguments or len(arguments) < len(call.keywords):
-        raise ValueError("a tool call's arguments need a name of their own each")
-    if not isinstance(call.func, ast.Name | ast.Attribute):
-        raise ValueError("a tool call without a name")
-    return tool_call(ast.unparse(call.func), arguments)
 
 
 def tool_call(name: Any, arguments: Any) -> ToolCall:

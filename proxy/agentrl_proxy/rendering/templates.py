@@ -95,9 +95,10 @@ GPT_OSS = _template(
     _NAMED,
     {
         # The recipient stands before or after the channel. One call a message: <|call|> stops.
-        "open_pattern": r"(?: to=functions\.(?P<name>[^\s<]+)<\|channel\|>commentary|"
-        r"<\|channel\|>commentary to=functions\.(?P<name>[^\s<]+))"
-        r"(?: ?<\|constrain\|>)?(?: ?\w+)?<\|message\|>"
+        "open_pattern": r"(?:"
+        r" to=functions\.(?P<name>[^\s<]{1,256})<\|channel\|>(?:commentary|analysis)|"
+        r"<\|channel\|>(?:commentary|analysis) to=functions\.(?P<name>[^\s<]{1,256}))"
+        r"(?: ?<\|constrain\|>)?(?: ?\w{1,32})?<\|message\|>"
     },
     {
         "thinking": {
@@ -107,7 +108,7 @@ GPT_OSS = _template(
         },
         "header": {
             "open_pattern": r"<\|channel\|>(?:final|commentary)"
-            r"(?: ?<\|constrain\|>\w+)?<\|message\|>",
+            r"(?: ?<\|constrain\|>\w{1,32})?<\|message\|>",
             **_NOTHING,
         },
         "next_message": {"open_pattern": r"<\|end\|>|<\|start\|>assistant", **_NOTHING},
@@ -119,7 +120,7 @@ GLM_4_5 = _template(
     "<|assistant|>",
     _NAMED,
     {
-        "open_pattern": r"\s*<tool_call>(?P<name>[^\s<]+)",
+        "open_pattern": r"\s*<tool_call>(?P<name>[^\s<]{1,256})",
         "close": "</tool_call>",
         "content": "xml-inline",
         "content_args": {
@@ -135,7 +136,7 @@ GEMMA_4 = _template(
     ["<|turn>model\n", "<tool_response|>"],
     _NAMED,
     {
-        "open_pattern": r"\s*<\|tool_call>call:(?P<name>[^\s{]+)",
+        "open_pattern": r"\s*<\|tool_call>call:(?P<name>[^\s{]{1,256})",
         "close": "<tool_call|>",
         "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
     },
@@ -154,7 +155,8 @@ MISTRAL = _template(
     "[/INST]",
     _NAMED,
     {
-        "open_pattern": r"\s*\[TOOL_CALLS\](?P<name>[^\s\[]+)(?:\[CALL_ID\]\w+)?\[ARGS\]",
+        "open_pattern": r"\s*\[TOOL_CALLS\](?P<name>[^\s\[]{1,256})"
+        r"(?:\[CALL_ID\]\w{1,64})?\[ARGS\]",
         "close_pattern": r"(?=\[TOOL_CALLS\])",
     },
     {"thinking": {"open": "[THINK]", "close": "[/THINK]", "content": "text"}},

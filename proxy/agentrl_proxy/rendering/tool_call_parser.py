@@ -15,6 +15,7 @@ from typing import Any
 from agentrl_proxy.rendering.reply import (
     ParsedReply,
     ToolCall,
+    json_of_gemmas,
     read_call,
     read_python_calls,
     tool_call,
@@ -24,7 +25,7 @@ from agentrl_proxy.rendering.reply import (
 Tools = bool | list[dict[str, Any]]
 
 _REASONING_FIELDS = frozenset({"thinking", "reasoning", "reasoning_content"})
-_TEXT_FIELDS = _REASONING_FIELDS | {"content"}
+_TEXT_FIELDS = _REASONING_FIELDS | {"content", "header", "next_message"}
 
 
 class ReplyTemplate:
@@ -42,6 +43,8 @@ class ReplyTemplate:
         self.delimits_calls = not {"close", "close_pattern"}.isdisjoint(
             spec["fields"].get("tool_calls") or ()
         )
+        delimiters = (spec["fields"].get("tool_calls") or {}).get("content_args") or {}
+        self.is_gemmas = "string_delims" in delimiters  # a call's arguments
         # Most replies contain no delimiter: without any of these first characters there is nothing
         # to parse. None disables the shortcut: the chat template wrote a part of the reply, or a
         # pattern could start anywhere.
@@ -76,6 +79,9 @@ class ReplyTemplate:
             whole = calls["transform"]["function"] == "{content}"
             transform = "{content}" if whole else {"name": "{name}"}
             calls = {**calls, "content": "text", "transform": transform}
+            spec = {**spec, "fields": {**spec["fields"], "tool_calls": calls}}
+        elif self.is_gemmas:
+            calls = {**spec["fields"]["tool_calls"], "content": "text", "content_args": {}}
             spec = {**spec, "fields": {**spec["fields"], "tool_calls": calls}}
         return load_response_template(spec)
 
@@ -194,6 +200,8 @@ class ReplyParser:
                         self._calls += read_python_calls(function)
                     else:
                         arguments = function.get("arguments", {})
+                        if self._format.is_gemmas:
+                            arguments = json_of_gemmas(arguments)
                         self._calls.append(tool_call(function["name"], arguments))
         elif name == "content" and kind == "region_chunk":
             # No blank line between thinking and answer.

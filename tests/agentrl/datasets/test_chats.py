@@ -37,6 +37,22 @@ def test_a_prompt_with_its_completion_is_a_chat() -> None:
     assert to_chat({"prompt": known[:1], "completion": known[1:]}) == to_chat(game(7))
 
 
+def test_a_system_prompt_beside_the_messages_comes_first() -> None:
+    known = game(7)["messages"]
+    system = {"role": "system", "content": "Be kind."}
+    for data in (
+        {"messages": known},
+        {"conversations": known},
+        {"prompt": known[0]["content"], "completion": known[1:]},
+    ):
+        assert to_chat({**data, "system": "Be kind."}).messages == [system, *known]
+    assert to_chat({"messages": [system, *known], "system": "No."}).messages == [system, *known]
+
+
+def test_a_completion_may_be_a_number_as_csv_has_it() -> None:
+    assert to_chat({"prompt": "What is 6*7?", "completion": 42}).messages[1]["content"] == "42"
+
+
 def test_weights_are_those_of_openai() -> None:
     assert to_chat(game(7)).weights == [None, None]
     assert to_chat(game(7, weight=0)).weights == [None, 0.0]

@@ -81,6 +81,39 @@ def test_every_form_becomes_a_prompt_and_two_answers(
     assert found[0].weights == [0.0] * len(prompt) + [1.0] * len(chosen)
 
 
+SYSTEM = {"role": "system", "content": "Be kind."}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"system": "Be kind.", "prompt": [ASKED], "chosen": [GOOD], "rejected": [BAD]},
+        {"system": "Be kind.", "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]},
+        {
+            "prompt": ASKED["content"],
+            "chosen": [SYSTEM, ASKED, GOOD],
+            "rejected": [SYSTEM, ASKED, BAD],
+        },
+        {
+            "prompt": [ASKED | {"name": None}],
+            "chosen": [SYSTEM, ASKED, GOOD | {"tool_calls": None}],
+            "rejected": [SYSTEM, ASKED, BAD],
+        },
+    ],
+)
+def test_a_system_message_and_the_prompt_are_told_once(data: dict[str, Any]) -> None:
+    found = to_pair(data)
+    assert not isinstance(found, str)
+    assert [chat.messages for chat in found] == [[SYSTEM, ASKED, GOOD], [SYSTEM, ASKED, BAD]]
+    assert found[0].weights == [0.0, 0.0, 1.0]
+
+
+def test_scores_that_are_text_compare_as_numbers() -> None:
+    one = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    assert not isinstance(to_pair(one | {"score_chosen": "10", "score_rejected": "9"}), str)
+    assert isinstance(to_pair(one | {"score_chosen": "7", "score_rejected": "10"}), str)
+
+
 def test_tools_go_with_the_pair() -> None:
     found = to_pair({"prompt": [ASKED], "chosen": [GOOD], "rejected": [BAD], "tools": [TOOL]})
     assert not isinstance(found, str)
@@ -117,7 +150,25 @@ def test_what_prefers_neither_answer_is_left_out_with_a_reason(
     ("data", "message"),
     [
         ({"question": "a"}, "is no pair: it has question; give chosen and rejected"),
-        ({"prompt": "a", "chosen": 3, "rejected": "b"}, "chosen: give text, or a list"),
+        ({"prompt": "a", "chosen": {}, "rejected": "b"}, "chosen: give text, or a list"),
+        (
+            {"prompt": "Other.", "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]},
+            "chosen: begins with a message of user that is not of the prompt",
+        ),
+        (
+            {
+                "prompt": "a",
+                "chosen": "b",
+                "rejected": "c",
+                "score_chosen": "N/A",
+                "score_rejected": 1,
+            },
+            "score_chosen: give a number, not 'N/A'",
+        ),
+        (
+            {"context": "a", "response1": "b", "response2": "c", "overall_preference": "nan"},
+            "overall_preference: give a number, not 'nan'",
+        ),
         ({"chosen": "The sky is blue.", "rejected": "It is green."}, "chosen: is text without a"),
         ({"chosen": [ASKED, GOOD], "rejected": [asked(8), BAD]}, "chosen: begins otherwise"),
         (

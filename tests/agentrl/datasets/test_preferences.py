@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,12 @@ from agentrl.config.errors import ConfigError
 from agentrl.datasets.recorded import run_pairs, run_scores
 from agentrl.history.export import rollout_records
 from agentrl.history.sources import open_run
-from agentrl.offline.examples import file_examples, pair_examples, score_examples
+from agentrl.offline.examples import (
+    chat_examples,
+    file_examples,
+    pair_examples,
+    score_examples,
+)
 from agentrl.runs.folder import RunFolder
 from agentrl_proxy.rendering.renderer import Renderer
 from agentrl_tracer.schemas import Feedback
@@ -63,6 +69,43 @@ def test_scores_are_read_from_chats_and_completions(renderer: Renderer, tmp_path
     write_lines(source, [*scored(3), {"messages": [asked(1), answer("No.")], "score": "high"}])
     with pytest.raises(ConfigError, match=r"scores.jsonl, line 3: score: give a number, not 'hi"):
         file_examples(str(source), "data.source", renderer, score_examples)
+
+
+def test_a_tables_empty_fields_reach_neither_tools_nor_arguments(
+    renderer: Renderer, tmp_path: Path
+) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    functions = [
+        {"name": name, "parameters": {"type": "object", "properties": {field: {"type": "string"}}}}
+        for name, field in (("weather", "city"), ("calculator", "expr"))
+    ]
+    calls = [
+        {
+            "id": "c",
+            "type": "function",
+            "function": {"name": "weather", "arguments": {"city": "x"}},
+        },
+        {
+            "id": "d",
+            "type": "function",
+            "function": {"name": "calculator", "arguments": {"expr": "1"}},
+        },
+    ]
+    chat = {
+        "messages": [asked(1), {"role": "assistant", "content": "", "tool_calls": calls}],
+        "tools": [{"type": "function", "function": function} for function in functions],
+    }
+    parquet.write_table(pa.Table.from_pylist([chat]), tmp_path / "chats.parquet")
+    write_lines(tmp_path / "chats.jsonl", [chat])
+    rows = [
+        file_examples(str(tmp_path / name), "data.source", renderer, partial(chat_examples, "all"))
+        .kept[0].rows[0].tokens
+        for name in ("chats.parquet", "chats.jsonl")
+    ]  # fmt: skip
+    assert "null" not in renderer.decode_raw(rows[0])
+    assert rows[0] == rows[1]
 
 
 def of_run(run: Path, where: str | None = None, by: str = "reward") -> RewardModelConfig:

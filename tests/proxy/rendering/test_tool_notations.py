@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from family_templates import published
 
+from agentrl.datasets.chats import to_chat
+from agentrl.datasets.rendering import chat_rows
 from agentrl_proxy.protocols.chat import chat_request
 from agentrl_proxy.rendering.continuity import Conversations, remember_reply, render_prompt
 from agentrl_proxy.rendering.renderer import Renderer
@@ -157,6 +159,68 @@ def test_both_orders_of_gpt_oss(tokenizer: Any, said: str, size: int) -> None:
     reply = read(made(tokenizer, "gptoss"), said, size)
     assert (reply.reasoning, reply.content) == ("Hm.", "")
     assert arguments(reply) == [("search", {"q": "x"})]
+
+
+@pytest.mark.parametrize("size", [1, 3, 10_000])
+def test_channels_are_no_content_where_there_are_no_tools(tokenizer: Any, size: int) -> None:
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    parser = made(tokenizer, "gptoss").parser(tools=False)
+    said = f"{thought}<|channel|>final<|message|>Hello"
+    for i in range(0, len(said), size):
+        parser.feed(said[i : i + size])
+    assert parser.finish() == ParsedReply("Hello", "Hm.")
+
+
+def test_names_of_any_form_are_read(tokenizer: Any) -> None:
+    asked = {"max-results": 3, "from": "x", "$filter": "", "a.b": [{"c-d": 1}], "ﬁle": "\x01"}
+    for family in ("gemma4_v5", "lfm2_v2", "lfm2_2_5", "glm4moe"):
+        speaker = made(tokenizer, family)
+        call = calling(("get-weather", asked))
+        tools = [{"type": "function", "function": {"name": "get-weather", "parameters": {}}}]
+        parser = speaker.parser(tools=tools)
+        found = arguments(parser.finish(written(speaker, call)))
+        typed = {
+            name: str(value) if family == "glm4moe" else value for name, value in asked.items()
+        }
+        if family == "glm4moe":  # it has no types, and a schema says none
+            typed["a.b"] = '[{"c-d": 1}]'
+        assert found == [("get-weather", typed)], family
+
+
+@pytest.mark.parametrize("family", ["gptoss", "gemma4_v5", "glm4moe", "lfm2_2_5"])
+def test_examples_with_tools_are_one_row(tokenizer: Any, family: str) -> None:
+    result = {"role": "tool", "tool_call_id": "c0", "content": "on the Rhine"}
+    said = [
+        USER,
+        calling(("search", {"q": "x"})),
+        result,
+        {"role": "assistant", "content": "There."},
+    ]
+    speaker = made(tokenizer, family)
+    rows = chat_rows(speaker, to_chat({"messages": said, "tools": TOOLS}), "all")
+    both = zip(rows[-1].tokens, rows[-1].mask, strict=True)
+    assert "There." in speaker.decode([i for i, on in both if on])
+    assert (len(rows) == 1) == (family != "glm4moe")  # whose turns end with the next message
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<|tool_call_start|>[f(a='" + "\\'" * 50_000,
+        "<|channel|>final<|constrain|>" + "a" * 50_000,
+        " to=functions." + "a" * 50_000,
+        "[TOOL_CALLS]" + "a" * 50_000,
+        "<|tool_call>call:f{" + "a" * 50_000,
+    ],
+    ids=range(5),
+)
+def test_endless_text_is_read_in_linear_time(tokenizer: Any, text: str) -> None:
+    """Quadratic time would take minutes."""
+    for family in ("lfm2_2_5", "gptoss", "mistral", "gemma4_v5"):
+        parser = made(tokenizer, family).parser(tools=TOOLS)
+        for i in range(0, len(text), 20):
+            parser.feed(text[i : i + 20])
+        assert parser.finish().tool_calls == []
 
 
 MALFORMED = {

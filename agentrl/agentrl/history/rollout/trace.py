@@ -106,13 +106,15 @@ def count_tokens(calls: Sequence[Call]) -> tuple[int, int]:
     return read, sum(sampled for _, _, sampled in counts)
 
 
-def earned_by_name(rollout: Rollout, rewards: Sequence[Reward]) -> dict[str, float]:
-    """Sum the rewards of the winning attempt by their names, those set aside included.
+def earned_by_name(
+    rollout: Rollout, rewards: Sequence[Reward], *, aside: bool = True
+) -> dict[str, float]:
+    """Sum the rewards of the winning attempt by their names; ``aside`` as for ``winning_rewards``.
 
     The rewards of one agent are named ``AGENT:NAME``.
     """
     sums: dict[str, float] = {}
-    for reward in winning_rewards(rollout, rewards, aside=True):
+    for reward in winning_rewards(rollout, rewards, aside=aside):
         name = f"{reward.agent}:{reward.name}" if reward.agent else reward.name
         sums[name] = sums.get(name, 0.0) + reward.value
     return sums
