@@ -32,6 +32,14 @@ def test_otlp_json_ids_are_hex() -> None:
     assert rewards_in([span])[0].value == -1.5
 
 
+def test_half_a_character_in_json_is_replaced() -> None:
+    """As JavaScript writes what it cut in an emoji."""
+    span = {"traceId": "ab" * 16, "spanId": "cd" * 8, "name": "cut \ud83d, whole \U0001f600"}
+    body = json.dumps({"resourceSpans": [{"scopeSpans": [{"spans": [span]}]}]}).encode()
+    [parsed] = parse_traces(body, "application/json", "r", "a")
+    assert parsed.name == "cut ?, whole \U0001f600"
+
+
 def test_a_reward_without_a_rollout_is_refused() -> None:
     spans = parse_traces(json.dumps(EXPORT).encode(), "application/json", None, None)
     with pytest.raises(ValueError, match="key of the rollout"):

@@ -7,9 +7,13 @@ import os
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from otlp_collector import Collector
+
+from agentrl_tracer.otlp_codec import rewards_in
 
 # What an application does: a tracer taken at import, a provider and exporter of its own.
 APPLICATION = """
@@ -51,6 +55,29 @@ def run(collector: Collector, agent: str, **env: str) -> tuple[list[str], list[s
     assert done.returncode == 0, done.stderr
     assert "Overriding" not in done.stderr
     return json.loads(done.stdout or "[]"), [span.name for span in collector.spans]
+
+
+def test_limits_and_switches_of_the_environment_change_no_reward(collector: Collector) -> None:
+    switches = {"OTEL_SDK_DISABLED": "true", "OTEL_ATTRIBUTE_COUNT_LIMIT": "0"}
+    limits = {"OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT": "1", "OTEL_SPAN_ATTRIBUTE_VALUE_LENGTH_LIMIT": "3"}
+    run(collector, "emit_reward({'style': 0.5}, agent='white')", **switches, **limits)
+    spans = [replace(one, rollout_id="r", attempt_id="a") for one in collector.spans]
+    [reward] = rewards_in(spans)
+    assert (reward.name, reward.value, reward.agent) == ("style", 0.5, "white")
+
+
+def test_half_a_character_in_a_name_loses_nothing(collector: Collector) -> None:
+    _, ours = run(
+        collector,
+        r"""
+        ours()
+        with early.start_as_current_span("tool \ud83d") as span:
+            span.add_event("event \ud83d")
+            emit_reward(1)
+        done()
+        """,
+    )
+    assert sorted(ours) == ["agentrl.reward", "tool ?"]
 
 
 def test_theirs_first(collector: Collector) -> None:
@@ -161,6 +188,34 @@ def test_what_is_spawned_in_a_process_of_several_rollouts(
         """,
     )
     assert ours == ["agentrl.reward"]
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_a_module_that_a_spawned_process_imports_knows_its_rollout(
+    collector: Collector, tmp_path: Path, method: str
+) -> None:
+    """As its clients of models need to."""
+    (tmp_path / "spawned.py").write_text(
+        "import os\nfrom agentrl import emit\nSEEN = os.environ.get('AGENTRL_ATTEMPT_ID')\n"
+        "def tell(): emit('of', SEEN)\n"
+    )
+    run(
+        collector,
+        f"""
+        import multiprocessing, os
+        from agentrl_tracer.tracing import attributed
+
+        ids = {{name: os.environ.pop(name) for name in [*os.environ] if "AGENTRL_" in name}}
+        import spawned
+        with attributed(ids) as attempt:
+            child = multiprocessing.get_context("{method}").Process(target=spawned.tell)
+            child.start()
+            child.join()
+            assert attempt.finish()
+        """,
+        PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]),
+    )
+    assert [span.attributes["agentrl.note.data"] for span in collector.spans] == ['"a1"']
 
 
 def test_a_fork_server_starts_processes_of_the_rollout_whose_turn_it_is(

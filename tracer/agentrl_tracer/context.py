@@ -11,6 +11,13 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+ROLLOUT_VARIABLES = (
+    "AGENTRL_ROLLOUT_ID", "AGENTRL_ATTEMPT_ID", "AGENTRL_GATEWAY", "AGENTRL_KEY", "AGENTRL_MODEL",
+    "OPENAI_BASE_URL", "OPENAI_API_BASE", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL",
+    "ANTHROPIC_API_KEY", "TRACEPARENT",
+)  # fmt: skip
+"""Variables that lead a process to its rollout, and its clients to the gateway."""
+
 
 @dataclass(frozen=True, slots=True)
 class RolloutContext:

@@ -15,8 +15,9 @@ from typing import Any, SupportsFloat
 from opentelemetry import trace
 
 from agentrl_tracer import conventions as wire
+from agentrl_tracer.half_characters import encodable
 from agentrl_tracer.schemas import REWARD_RANGE, is_reward
-from agentrl_tracer.tracing import AttemptTracing, encodable, logger, rollout_tracing
+from agentrl_tracer.tracing import AttemptTracing, logger, rollout_tracing
 
 _LONGEST_NOTE = 450_000  # characters; their JSON has at most LONGEST_ATTRIBUTE
 

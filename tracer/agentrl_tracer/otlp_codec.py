@@ -18,6 +18,7 @@ from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode
 
 from agentrl_tracer import conventions as wire
 from agentrl_tracer.conventions import agent_of_reward
+from agentrl_tracer.half_characters import encodable_json
 from agentrl_tracer.schemas import REWARD_RANGE, Json, Reward, Span, is_reward
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def parse_traces(
     """
     try:
         if "json" in content_type:
-            document = json.loads(body)
+            document = json.loads(encodable_json(body))
             _hex_ids_to_base64(document)
             request = ParseDict(document, ExportTraceServiceRequest(), ignore_unknown_fields=True)
         else:

@@ -25,7 +25,7 @@ from opentelemetry import context as otel
 from opentelemetry import trace
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from agentrl_tracer.context import RolloutContext, chosen, current_rollout
+from agentrl_tracer.context import ROLLOUT_VARIABLES, RolloutContext, chosen, current_rollout
 from agentrl_tracer.conventions import AGENT_HEADER, REQUEST_HEADER, ROLLOUT_HEADER
 from agentrl_tracer.delivery import GivenUp, report_of, watch_read, watch_send
 from agentrl_tracer.import_hooks import on_import
@@ -122,12 +122,17 @@ def carry_into_subprocesses(flush: Callable[[], bool]) -> None:
 
 
 def _popen(wrapped: Any, _popen: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Where rollouts share a process, its environment names none of them: add the rollout's own."""
-    rollout = chosen.get()
-    if rollout is not None and len(args) <= _ENV_POSITION:
-        given = kwargs.get("env")
+    """Add the variables of the rollout where the environment names none: that of a process that
+    rollouts share, and one that is given."""
+    rollout, given = chosen.get(), kwargs.get("env")
+    if len(args) > _ENV_POSITION:  # given by its position, which nobody does
+        pass
+    elif rollout is not None:
         env = {**(os.environ if given is None else given), **_environment(rollout)}
         kwargs = kwargs | {"env": env}
+    elif given is not None and current_rollout() is not None:
+        ours = {name: os.environ[name] for name in ROLLOUT_VARIABLES if name in os.environ}
+        kwargs = kwargs | {"env": {**ours, **given}}
     wrapped(*args, **kwargs)
 
 
@@ -143,7 +148,10 @@ def _start_process(
     That of a fork server may be of an earlier rollout.
     """
     if (rollout := current_rollout()) is not None:
-        process._agentrl_environment = _Environment(_environment(rollout))
+        state = vars(process)
+        # First, so that it is entered before the target's module is imported.
+        first = {"_agentrl_environment": _Environment(_environment(rollout))}
+        state |= first | {name: state.pop(name) for name in [*state]}
     wrapped(*args, **kwargs)
 
 

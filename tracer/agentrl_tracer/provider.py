@@ -24,6 +24,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
 LONGEST_ATTRIBUTE = 1_000_000
 """Characters, of at most 4 bytes each."""
+_MOST_ATTRIBUTES = 128
 
 _lock = threading.Lock()
 
@@ -52,8 +53,16 @@ class RolloutTracerProvider(TracerProvider):
         super().__init__(
             sampler=ALWAYS_ON,
             resource=resource,
-            span_limits=SpanLimits(max_attribute_length=LONGEST_ATTRIBUTE),
+            # All of them: what is left out is read from OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT and others.
+            span_limits=SpanLimits(
+                max_attributes=_MOST_ATTRIBUTES,
+                max_span_attributes=_MOST_ATTRIBUTES,
+                max_event_attributes=_MOST_ATTRIBUTES,
+                max_attribute_length=LONGEST_ATTRIBUTE,
+                max_span_attribute_length=LONGEST_ATTRIBUTE,
+            ),
         )
+        self._disabled = False  # OTEL_SDK_DISABLED, which an agent may set itself, neither
         _make_ids_unique()
         self.successor: TracerProvider | None = None
         self._processor = processor

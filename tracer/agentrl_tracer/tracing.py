@@ -36,6 +36,7 @@ from agentrl_tracer.conventions import (
     UNDELIVERED_SPAN,
     UNFINISHED,
 )
+from agentrl_tracer.half_characters import encodable
 from agentrl_tracer.instrumentation.crewai import flush_events
 from agentrl_tracer.instrumentation.registry import instrument_frameworks
 from agentrl_tracer.propagation import (
@@ -251,6 +252,9 @@ class SpanRouter(SpanProcessor):
             return  # what is recorded and not sampled is not exported either
         if said := span.status.description:  # of an exception, with half a character perhaps
             span._status = Status(span.status.status_code, encodable(said[:_LONGEST_STATUS]))
+        span._name = encodable(span.name)
+        for event in span.events:
+            event._name = encodable(event.name)
         attempt = opened[1]
         with self._lock:
             attempt.ended += 1
@@ -329,11 +333,6 @@ def _shortened(span: ReadableSpan) -> ReadableSpan:
         Event(event.name, cut(event.attributes), event.timestamp) for event in span.events
     ]
     return shortened
-
-
-def encodable(text: str) -> str:
-    """Replace what UTF-8 cannot encode: half a character, as of a JSON string that was cut."""
-    return text.encode("utf-8", "replace").decode()
 
 
 def _exporter(rollout: RolloutContext) -> OTLPSpanExporter:

@@ -15,7 +15,6 @@ import gc
 import logging
 import os
 import select
-import shutil
 import signal
 import socket
 import sys
@@ -24,6 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import NoReturn, ParamSpec, TypeVar
 
+from agentrl.runner import agent_folders
 from agentrl.runner.agent_process.attempts import redirect_output, run_attempts
 from agentrl.runner.agent_process.confinement import become_user
 from agentrl.runner.agent_process.environment import shared_owner, storage_folder
@@ -295,7 +295,7 @@ class Worker:
             self._shared_log.close()
             self._shared_log = None
         for owner in self._storages:
-            shutil.rmtree(storage_folder(owner), ignore_errors=True)
+            agent_folders.remove(storage_folder(owner))
         self._storages.clear()
         return code
 

@@ -24,7 +24,7 @@ _TAGS = {
     "</table>": "</table></div>",
     "<h[1-6]>": "<p><strong>",  # headings of the page are its own
     "</h[1-6]>": "</strong></p>",
-    ' style="[^"]*"': "",  # alignment of table cells, which the policy forbids
+    '(?<=<t[hd]) style="[^"]*"': "",  # alignment of table cells, which the policy forbids
 }
 
 

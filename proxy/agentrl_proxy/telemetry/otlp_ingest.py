@@ -24,6 +24,7 @@ from agentrl_tracer.conventions import (
     UNDELIVERED_SPAN,
     agent_of_reward,
 )
+from agentrl_tracer.half_characters import encodable_json
 from agentrl_tracer.schemas import (
     POLICY_REWARD_KEY,
     REWARD_RANGE,
@@ -91,7 +92,7 @@ async def reward(
     """
     if attempt is None:
         raise forbidden("a reward needs its attempt's own key", "rollout_mismatch")
-    fields = read_object(body)
+    fields = read_object(encodable_json(body))
     for field in ("name", "agent", "response_id", "explanation"):
         text = fields.get(field)
         if text is not None and not isinstance(text, str):

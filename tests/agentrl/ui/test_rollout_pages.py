@@ -159,6 +159,7 @@ def test_a_task_shows_its_answers_in_order_of_steps(client: TestClient, recorded
     steps = re.findall(r'<td class="figure">(\d)</td>\n<td><a class="row"', text)
     assert steps == ["0", "2", "4"]
     assert client.get(f"{recorded.run}/tasks/eval/99").status_code == 404
+    assert client.get(f"{recorded.run}/tasks/eval/{'9' * 30}").status_code == 422
 
 
 def test_links_lead_to_the_rollouts_beside_in_table_group_and_task(client: TestClient, recorded):

@@ -18,6 +18,14 @@ def test_markdown_makes_no_html_of_the_text_and_links_to_the_web_only() -> None:
         assert kept in shown
 
 
+def test_a_links_title_does_not_open_the_message() -> None:
+    text = '[x](http://evil.example "b style=")\n\n|a|b|\n|:-|-|\n|c|d|\n\n' * 2
+    shown = markdown(text)
+    assert shown.count("<div") == shown.count("</div>") == 2
+    assert shown.count("<a ") == shown.count("</a>") == 2
+    assert "text-align" not in shown
+
+
 def test_control_characters_are_dropped_or_visible_and_long_texts_take_no_time() -> None:
     assert plain("\x1b[1;31mred\x1b[0m\x07\x00 \x1b]0;title\x07x\r\ny") == "red␇␀ x\ny"
     assert plain("a\u202eb\ud800c") == "a\ufffdb\ufffdc"

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from gateway_client import error_of, post, reward_export
+from gateway_client import HTTP, error_of, post, reward_export
 from opentelemetry.exporter.otlp.proto.http import Compression
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.trace import TracerProvider
@@ -82,6 +82,15 @@ def test_rewards_by_json(gateway: Running) -> None:
     assert post(gateway.base_url(other) + "/rewards", other.key, several).status_code == 200
     rewards = gateway.store.rewards([other.rollout_id])
     assert sorted((one.name, one.value) for one in rewards) == [("style", 1.0), ("truth", 0.5)]
+    cut = gateway.claims[2]  # JavaScript's slice(0, n) of a text with an emoji
+    response = HTTP.post(
+        gateway.base_url(cut) + "/rewards",
+        content=json.dumps({"value": 1, "explanation": "fine \ud83d"}),
+        headers={"authorization": f"Bearer {cut.key}"},
+    )
+    assert response.status_code == 200
+    [reward] = gateway.store.rewards([cut.rollout_id])
+    assert reward.explanation == "fine ?"
 
 
 @pytest.mark.parametrize("key", ["policy", "scored:exact:exact", "aside:scored:exact:exact"])

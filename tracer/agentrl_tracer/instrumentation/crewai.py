@@ -93,9 +93,12 @@ def trace_crewai(parent: Callable[[], otel.Context | None]) -> None:
 
 def flush_events() -> None:
     """Wait for the event bus's handlers, which may emit rewards."""
-    from crewai.events import crewai_event_bus
+    try:
+        from crewai.events import crewai_event_bus
 
-    crewai_event_bus.flush(5.0)
+        crewai_event_bus.flush(5.0)
+    except Exception:  # another version, or a module of the agent's with this name
+        logger.debug("could not wait for CrewAI's events", exc_info=True)
 
 
 def _begin(parent: Callable[[], otel.Context | None], kind: str, source: Any, event: Any) -> None:

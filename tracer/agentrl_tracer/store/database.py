@@ -112,6 +112,8 @@ class Database:
         self, url: str, *, patience_s: float = PATIENCE_S, read_only: bool = False
     ) -> None:
         if "://" not in url:  # a path
+            if "?" in url:
+                raise StoreError(f"{url}: a store's path must not contain '?'")
             url = f"sqlite:///{Path(url).absolute()}"
         if url.startswith(("postgres://", "postgresql://")):
             url = "postgresql+psycopg://" + url.partition("://")[2]

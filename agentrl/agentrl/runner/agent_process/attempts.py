@@ -32,6 +32,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import asdict, replace
+from decimal import Decimal
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -354,7 +355,7 @@ def _record_result(result: Any, *, rewarded: bool) -> None:
     if result is not None:
         with contextlib.suppress(Exception):  # what the agent's own class raises
             trace.get_current_span().set_attribute(OUTPUT, repr(result)[:_LONGEST])
-    if not rewarded and isinstance(result, numbers.Real) and not isinstance(result, bool):
+    if not rewarded and isinstance(result, numbers.Real | Decimal) and not isinstance(result, bool):
         emit_reward(result)
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from agentrl.runner import agent_folders
 from agentrl.runner.coding_tasks import sandbox, workspace
 from agentrl.runner.coding_tasks.sandbox import OF_TESTS, Place, check_bubblewrap
 from agentrl.runner.coding_tasks.scoring import rewards, score
@@ -53,18 +53,18 @@ def run_attempt(command: Sequence[str], given: Json) -> None:
         finally:
             changes = workspace.diff(base, folder / "work")
             emit("diff", changes)
-        _test(task, folder, changed=bool(changes))
+        _test(task, folder, base, changed=bool(changes))
     except ValueError as error:
         raise AttemptFailed(f"task: {error}") from error
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        agent_folders.remove(folder)
 
 
-def _place(task: CodingTask, folder: Path, home: str, *writable: Path) -> Place:
+def _place(task: CodingTask, work: Path, home: Path, *writable: Path) -> Place:
     files = (task.hidden, task.repository)
     hidden = [Path(one) for one in files if isinstance(one, str)]
     return Place(
-        folder / "work", folder / home, task.sandbox, writable, hidden,
+        work, home, task.sandbox, writable, hidden,
         task.limits.cpu_seconds, task.limits.memory_mb,
     )  # fmt: skip
 
@@ -74,7 +74,7 @@ def _run_agent(task: CodingTask, command: Sequence[str], shown: Json, folder: Pa
     started = time.monotonic()
     done = sandbox.run(
         command,
-        _place(task, folder, "home"),
+        _place(task, folder / "work", folder / "home"),
         env,
         gateway=env.get("AGENTRL_GATEWAY"),
         network=task.limits.network,
@@ -93,24 +93,38 @@ def _run_agent(task: CodingTask, command: Sequence[str], shown: Json, folder: Pa
         raise AttemptFailed(f"{why}; its output says more")
 
 
-def _test(task: CodingTask, folder: Path, *, changed: bool) -> None:
-    """Put the hidden files into the agent's copy, run the test command there, and reward."""
-    if task.hidden is not None:
-        workspace.put(task.hidden, folder / "work")
-    (folder / "test-home").mkdir()
+def _test(task: CodingTask, folder: Path, base: Path, *, changed: bool) -> None:
+    """Run the test command in the agent's copy, and reward.
+
+    A command that does not start is the task's error, unless it starts in an untouched copy.
+    """
     report = folder / "report/junit.xml"
+    done = _run_tests(task, folder / "work", report)
+    passed, total = (0, 1) if done.timed_out else score(report, done.printed, done.code)
+    said = {"passed": passed, "total": total, "exit_code": done.code, "timed_out": done.timed_out}
+    emit("tests", said | {"output": workspace.shortened(done.printed, _LONGEST_OUTPUT)})
+    untouched = folder / "untouched"
+    if done.code in _NOT_STARTED and changed:
+        untouched.mkdir()
+        workspace.copy(base, untouched)
+    if done.code in _NOT_STARTED and not (
+        changed and _run_tests(task, untouched, report).code not in _NOT_STARTED
+    ):
+        raise AttemptFailed(f"test: the command did not start: {done.printed.strip()[-300:]}")
+    emit_reward(rewards(passed, total, task.shaping, changed=changed))
+
+
+def _run_tests(task: CodingTask, work: Path, report: Path) -> sandbox.Done:
+    """Put the hidden files into a copy, and run the test command there."""
+    if task.hidden is not None:
+        workspace.put(task.hidden, work)
+    home = Path(tempfile.mkdtemp(prefix="test-home-", dir=work.parent))
     env = {name: os.environ[name] for name in OF_TESTS if name in os.environ}
     env["PYTEST_ADDOPTS"] = f"--junitxml={report} -p no:cacheprovider"
-    done = sandbox.run(
+    return sandbox.run(
         ["sh", "-c", task.test],
-        _place(task, folder, "test-home", report.parent),
+        _place(task, work, home, report.parent),
         env,
         keep_output=True,
         seconds=task.limits.test_seconds,
     )
-    passed, total = (0, 1) if done.timed_out else score(report, done.printed, done.code)
-    said = {"passed": passed, "total": total, "exit_code": done.code, "timed_out": done.timed_out}
-    emit("tests", said | {"output": workspace.shortened(done.printed, _LONGEST_OUTPUT)})
-    if done.code in _NOT_STARTED:
-        raise AttemptFailed(f"test: the command did not start: {done.printed.strip()[-300:]}")
-    emit_reward(rewards(passed, total, task.shaping, changed=changed))

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from xml.etree import ElementTree
 
-_LINE = re.compile(r"^\s*(\d+)\s*/\s*(\d+)\s*$", re.MULTILINE)
+_LINE = re.compile(r"^\s*(\d{1,9})\s*/\s*(\d{1,9})\s*$", re.MULTILINE)
 _LARGEST = 64 << 20
 
 
@@ -44,12 +44,16 @@ def _junit(report: Path) -> tuple[int, int] | None:
         except (ElementTree.ParseError, ValueError):
             return None
     total = sum(tests - skipped for tests, _, skipped in suites)
-    return (max(total - sum(failed for _, failed, _ in suites), 0), total) if total > 0 else (0, 1)
+    passed = total - sum(failed for _, failed, _ in suites)
+    return (max(passed, 0), total) if total > 0 else (0, 1)
 
 
 def _counts(suite: ElementTree.Element) -> tuple[int, int, int]:
     def number(name: str) -> int:
-        return int(suite.get(name, "0"))
+        count = int(suite.get(name, "0"))
+        if not 0 <= count < 10**9:
+            raise ValueError(f"{name}: {count}")
+        return count
 
     return number("tests"), number("failures") + number("errors"), number("skipped")
 

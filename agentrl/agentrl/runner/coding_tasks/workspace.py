@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import lzma
 import os
 import shutil
 import stat
@@ -12,14 +13,17 @@ import sys
 import tarfile
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from agentrl.runner import agent_folders
 from agentrl.runner.coding_tasks.printed import Printed
 from agentrl.runner.coding_tasks.task import CodingTask, Files
 
 _PREPARE_S = 600.0
 _DIFF_S = 60.0
+_UNPACKED_AS = 2  # counts the ways to unpack: folders of others are not reused
 _LONGEST_DIFF = 100_000  # characters that the trace keeps
 
 
@@ -33,6 +37,8 @@ def original(task: CodingTask, folder: Path) -> Path:
         ValueError: there is no such repository, or it cannot be fetched or unpacked.
     """
     given = task.repository
+    if task.ref is not None and (isinstance(given, dict) or Path(given).exists()):
+        raise ValueError("ref: is for git URLs; that of a folder here is file:///its/path")
     if isinstance(given, dict):
         base = folder / "original"
         base.mkdir()
@@ -44,7 +50,8 @@ def original(task: CodingTask, folder: Path) -> Path:
     if not is_archive and "://" not in given and not given.startswith("git@"):
         raise ValueError(f"repository: {given!r} is no folder, archive or git URL")
     changed = os.stat(given).st_mtime_ns if is_archive else ""
-    name = hashlib.sha256(f"{given}\n{task.ref}\n{changed}".encode()).hexdigest()[:32]
+    what = f"{_UNPACKED_AS}\n{given}\n{task.ref}\n{changed}"
+    name = hashlib.sha256(what.encode()).hexdigest()[:32]
     kept = _cache() / name
     if not kept.is_dir():
         made = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=_cache()))
@@ -73,9 +80,23 @@ def _unpack(archive: str, _ref: str | None, folder: Path) -> None:
                 file.extractall(folder, filter="data")
         else:
             with zipfile.ZipFile(archive) as file:
-                file.extractall(folder)
-    except (OSError, tarfile.TarError, zipfile.BadZipFile) as error:
+                for member in file.infolist():
+                    _unzip(file, member, folder)
+    except (
+        OSError, EOFError, RuntimeError, zlib.error, lzma.LZMAError, tarfile.TarError,
+        zipfile.BadZipFile,
+    ) as error:  # fmt: skip
         raise ValueError(f"repository: cannot unpack {archive!r}: {error}") from error
+
+
+def _unzip(file: zipfile.ZipFile, member: zipfile.ZipInfo, folder: Path) -> None:
+    """Unpack one file with its executable bits, which ``ZipFile.extract`` leaves out."""
+    mode = member.external_attr >> 16
+    if stat.S_ISLNK(mode):
+        raise zipfile.BadZipFile(f"{member.filename} is a link; give a tar archive")
+    place = file.extract(member, folder)
+    if not member.is_dir():
+        os.chmod(place, 0o644 | mode & 0o111)
 
 
 def _clone(url: str, ref: str | None, folder: Path) -> None:
@@ -111,8 +132,17 @@ def copy(base: Path, target: Path) -> None:
 def put(files: Files, root: Path) -> None:
     """Write files into a folder, in place of whatever is there.
 
-    The agent may have left links in their places; they are replaced, never followed.
+    The agent may have left links in their places; they are replaced, never followed. It may have
+    taken the right to write away.
     """
+    try:
+        _put(files, root)
+    except PermissionError:
+        agent_folders.make_writable(root)
+        _put(files, root)
+
+
+def _put(files: Files, root: Path) -> None:
     for path, content, mode in _contents(files):
         place = root
         *parents, name = Path(path).parts
@@ -123,7 +153,7 @@ def put(files: Files, root: Path) -> None:
                 place.mkdir()
         place = place / name
         if place.is_dir() and not place.is_symlink():
-            shutil.rmtree(place)
+            agent_folders.remove(place)
         place.unlink(missing_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         with os.fdopen(os.open(place, flags, mode), "wb") as file:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -44,7 +46,13 @@ def rollouts_page(
 
 
 @router.get("/runs/{name}/tasks/{purpose}/{index}")
-def task_page(request: Request, name: str, purpose: Purpose, index: int, at: int = 0) -> Response:
+def task_page(
+    request: Request,
+    name: str,
+    purpose: Purpose,
+    index: Annotated[int, Path(le=2**31)],
+    at: int = 0,
+) -> Response:
     """Show how the answer to one task changed."""
     run = run_of(request, name)
     task = task_data(run, purpose, index)

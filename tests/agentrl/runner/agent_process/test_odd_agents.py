@@ -11,7 +11,7 @@ from runner_harness import RunnerHarness
 from agentrl_tracer.schemas import Attempt, AttemptState, Policies
 
 ODD_AGENTS = """
-import asyncio, io, os, sys, time
+import asyncio, decimal, io, os, subprocess, sys, time, types
 from agentrl import emit_reward
 
 class Tee:
@@ -47,6 +47,20 @@ def output(task):
     emit_reward(1.0)
     return NoRepr()
 
+def subprocesses(task):
+    how, code = task["how"], "from agentrl import emit_reward; emit_reward(0.5)"
+    if how == "switched off":
+        code = "import os; os.environ['OTEL_SDK_DISABLED'] = 'true'; " + code
+    bare = {"PATH": os.environ["PATH"], "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    subprocess.run([sys.executable, "-c", code], check=True, env=bare if how == "bare" else None)
+
+def a_decimal(task):
+    return decimal.Decimal("0.5")
+
+def with_a_crewai_of_its_own(task):
+    sys.modules["crewai"] = types.ModuleType("crewai")
+    emit_reward(0.5)
+
 def any_of_these(task):
     return globals()[task["agent"]](task)
 
@@ -78,6 +92,23 @@ def test_a_forked_child_that_leaves_the_agent_ends_alone(harness: RunnerHarness)
         said = log_of(attempt)
         assert said.count("the child says hello") == 1
         assert ("ValueError: in the child" in said) == (how == "raises")
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        {"agent": "subprocesses", "how": "bare"},
+        {"agent": "subprocesses", "how": "switched off"},
+        {"agent": "a_decimal"},
+        {"agent": "with_a_crewai_of_its_own"},
+    ],
+    ids=["bare environment", "OpenTelemetry switched off", "decimal", "crewai"],
+)
+def test_the_reward_arrives(harness: RunnerHarness, task: dict[str, str]) -> None:
+    harness.start("any_of_these", Policies(on_error="drop"))
+    [attempt] = harness.finish(harness.enqueue(task))
+    assert attempt.state is AttemptState.SUCCEEDED
+    assert harness.values(attempt) == [0.5]
 
 
 @pytest.mark.parametrize("how", ["tee", "kept", "closed", "none", "error closed"])

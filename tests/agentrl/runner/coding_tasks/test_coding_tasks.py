@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import tarfile
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,23 @@ def test_a_command_or_test_that_cannot_start_is_an_error(commands: RunnerHarness
     untested = attempt_of(commands, "true", test="no-such-test")
     assert "no-such-test" in (untested.error or "")
     assert commands.values(untested) == []
+
+
+def test_an_agent_that_keeps_the_test_from_starting_has_failed_it(commands: RunnerHarness) -> None:
+    task = {"repository": {"run.sh": "#!/bin/sh\necho 2/2\n"}, "test": "./run.sh"}
+    assert commands.values(attempt_of(commands, "true", **task)) == [1.0]
+    assert commands.values(attempt_of(commands, "rm run.sh", **task)) == [0.0]
+    wrong = attempt_of(commands, "echo x > b.txt", **task | {"test": "./no-such-test"})
+    assert "no-such-test" in (wrong.error or "")
+
+
+def test_thousands_of_nested_folders_are_removed_and_the_result_stays(
+    commands: RunnerHarness,
+) -> None:
+    deep = "import os\nfor _ in range(3000): os.mkdir('d'); os.chdir('d')"
+    attempt = attempt_of(commands, f'echo two > a.txt; python3 -c "{deep}"')
+    assert commands.values(attempt) == [1.0]
+    assert not list(Path("/tmp").glob(f"agentrl-{attempt.id}"))
 
 
 def test_reference_solutions_solve_every_kind_of_shipped_task(commands: RunnerHarness) -> None:
@@ -243,6 +261,56 @@ def test_links_that_an_agent_left_are_replaced_and_never_followed(tmp_path: Path
     assert (work / "tests/check.py").read_text() == (work / "check.py").read_text() == "theirs"
 
 
+def test_what_the_agent_made_read_only_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/check.py").write_text("mine")
+    (tmp_path / "tests").chmod(0o555)
+    if os.geteuid() == 0:  # whom no mode keeps from writing
+        tried = iter([True, False])
+        real = Path.unlink
+
+        def unlink(path: Path, missing_ok: bool = False) -> None:
+            if next(tried, False):
+                raise PermissionError(13, "as another user", str(path))
+            real(path, missing_ok)
+
+        monkeypatch.setattr(Path, "unlink", unlink)
+    workspace.put({"tests/check.py": "theirs"}, tmp_path)
+    assert (tmp_path / "tests/check.py").read_text() == "theirs"
+    assert (tmp_path / "tests").stat().st_mode & 0o200
+
+
+def test_zip_archives_keep_executable_bits_and_broken_ones_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def unpacked(name: str) -> Path:
+        given = {"instruction": "-", "test": "true", "repository": str(tmp_path / name)}
+        return workspace.original(parse_task(given), tmp_path)
+
+    script, link = zipfile.ZipInfo("run.sh"), zipfile.ZipInfo("link")
+    script.external_attr, link.external_attr = 0o100755 << 16, 0o120777 << 16
+    with zipfile.ZipFile(tmp_path / "good.zip", "w") as archive:
+        archive.writestr(script, "echo 1/1")
+        archive.writestr("a.txt", "one")
+    assert os.access(unpacked("good.zip") / "run.sh", os.X_OK)
+    assert not os.access(unpacked("good.zip") / "a.txt", os.X_OK)
+    with zipfile.ZipFile(tmp_path / "links.zip", "w") as archive:
+        archive.writestr(link, "run.sh")
+    with pytest.raises(ValueError, match=r"cannot unpack .*links.zip.*: link is a link"):
+        unpacked("links.zip")
+    (tmp_path / "a.bin").write_bytes(os.urandom(200_000))
+    with tarfile.open(tmp_path / "whole.tar.gz", "w:gz") as archive:
+        archive.add(tmp_path / "a.bin", "a.bin")
+    half = (tmp_path / "whole.tar.gz").read_bytes()[:100_000]
+    (tmp_path / "half.tar.gz").write_bytes(half)
+    with pytest.raises(ValueError, match=r"cannot unpack .*half\.tar\.gz"):
+        unpacked("half.tar.gz")
+
+
 def test_archives_and_git_commits_are_unpacked_once_without_history(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,6 +333,10 @@ def test_archives_and_git_commits_are_unpacked_once_without_history(
         assert [path.name for path in base.iterdir()] == ["a.txt"]
         assert (base / "a.txt").read_text() == "one"
         assert workspace.original(task, tmp_path) == base
+    with pytest.raises(ValueError, match="ref: is for git URLs"):  # whose files would be HEAD's
+        workspace.original(
+            parse_task(given | {"repository": str(source), "ref": "first"}), tmp_path
+        )
     with pytest.raises(ValueError, match="repository: cannot fetch"):
         workspace.original(parse_task(given | {"repository": "file:///nowhere"}), tmp_path)
     with pytest.raises(ValueError, match="is no folder, archive or git URL"):
@@ -281,6 +353,10 @@ JUNIT = '<testsuites><testsuite tests="5" failures="1" errors="1" skipped="1"/><
         ('<testsuite tests="0"/>', "", 5, (0, 1)),
         ("no xml", "1/4\nand then\n 3/4 \n", 0, (3, 4)),
         (None, "9/3\n", 0, (3, 3)),
+        ('<testsuite tests="1" failures="-999"/>', "", 1, (0, 1)),
+        ('<testsuite tests="2" skipped="-5"/>', "1/2", 1, (1, 2)),
+        (f'<testsuite tests="{"9" * 400}"/>', "", 1, (0, 1)),
+        (None, f"{'9' * 5000}/{'9' * 5000}\n", 1, (0, 1)),
         (None, "done on 3/4 of it", 0, (1, 1)),
         (None, "0/0\n", 1, (0, 1)),
     ],
