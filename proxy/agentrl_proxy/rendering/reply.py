@@ -122,7 +122,9 @@ def read_python_calls(text: str) -> list[ToolCall]:
             if call.args or len(given) < len(call.keywords):
                 raise ValueError("a tool call's arguments need a name of their own each")
             calls.append(tool_call(name_of(call.func.id), given))
-    except (AttributeError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
+    except (
+        AttributeError, IndexError, TypeError, SyntaxError, RecursionError, MemoryError
+    ) as error:  # fmt: skip
         raise ValueError(f"no list of calls: {error}") from None
     return calls
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 Write = Callable[..., str]
@@ -47,26 +47,26 @@ def refused_orders(write: Write) -> frozenset[str]:
 
     def writes(roles: str) -> bool:
         said = [{"role": role, "content": f"DUMMY{i}"} for i, role in enumerate(roles.split())]
-        return any(all(one["content"] in text for one in said) for text in _tried(write, said))
+        text = _written(write, said)
+        return text is not None and all(one["content"] in text for one in said)
 
     return frozenset(name for name, roles in _ORDERS.items() if not writes(roles))
 
 
 def takes_text_arguments(write: Write) -> bool:
     """Whether the template expects tool arguments as text (DeepSeek), not as values."""
-    values = _tried(write, [_ASKED, _calling({"DUMMYKEY": "v"})])
-    if any("DUMMYKEY" in text and "'DUMMYKEY'" not in text for text in values):
+    of_values = _written(write, [_ASKED, _calling({"DUMMYKEY": "v"})]) or ""
+    if "DUMMYKEY" in of_values and "'DUMMYKEY'" not in of_values:
         return False  # written, and not as Python writes a dictionary
-    texts = _tried(write, [_ASKED, _calling('{"DUMMYKEY": "v"}')])
-    return any('"DUMMYKEY"' in text for text in texts)
+    return '"DUMMYKEY"' in (_written(write, [_ASKED, _calling('{"DUMMYKEY": "v"}')]) or "")
 
 
 def refuses_content_beside_thinking(write: Write) -> bool:
     """Whether the template refuses a message with a thought, content and tool calls (gpt-oss)."""
-    thought = {"thinking": "x"}
-    if not [*_tried(write, [_ASKED, _calling({}) | thought])]:
-        return False
-    return not [*_tried(write, [_ASKED, _calling({}) | thought | {"content": _REPLY}])]
+    thought = _calling({}) | {"thinking": "x"}
+    alone = _written(write, [_ASKED, thought])
+    beside = _written(write, [_ASKED, thought | {"content": _REPLY}])
+    return alone is not None and beside is None
 
 
 def _calling(arguments: Any) -> dict[str, Any]:
@@ -74,10 +74,9 @@ def _calling(arguments: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
-def _tried(write: Write, messages: list[dict[str, Any]]) -> Iterator[str]:
-    """The text, if the template does not refuse the messages."""
+def _written(write: Write, messages: list[dict[str, Any]]) -> str | None:
+    """The text; None if the template refuses the messages."""
     try:
-        text = write(messages)
+        return write(messages)
     except Exception:
-        return
-    yield text
+        return None

@@ -342,7 +342,7 @@ def test_python_calls(text: str, calls: list[tuple[str, Any]]) -> None:
 @pytest.mark.parametrize(
     "text",
     ["", "f(a=1)", "[f(1)]", "[f(**a)]", "[f(a=b)]", "[f(a=g())]", "[3]", "[f(a={1})]", "[" * 9999,
-     "[f(a=" + "-" * 99_999 + "1)]", "[f()()]", "[f(a=1, a=2)]", "[f(a=1e999)]"],
+     "[f(a=" + "-" * 99_999 + "1)]", "[f()()]", "[(n99)(a=1)]", "[f(a=1, a=2)]", "[f(a=1e999)]"],
 )  # fmt: skip
 def test_what_is_no_list_of_calls(text: str) -> None:
     with pytest.raises((ValueError, TypeError)):
