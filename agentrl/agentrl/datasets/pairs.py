@@ -83,10 +83,9 @@ def _answered(chat: Chat, start: int, name: str) -> Chat:
 
 def _trl(data: Json) -> Parts | str:
     """TRL's form. A score of each answer, as UltraFeedback's have, must not contradict it."""
-    scores = [data.get("score_chosen"), data.get("score_rejected")]
-    if None not in scores and _number(scores[0], "score_chosen") <= _number(
-        scores[1], "score_rejected"
-    ):
+    names = ("score_chosen", "score_rejected")
+    scores = [_number(data[name], name) for name in names if data.get(name) is not None]
+    if len(scores) == 2 and scores[0] <= scores[1]:
         return "pairs whose scores do not prefer the chosen answer"
     if (given := data.get("prompt")) is None:
         found = _without_prompt(*(_transcript(data[name], name) for name in ("chosen", "rejected")))

@@ -94,24 +94,23 @@ def _run_agent(task: CodingTask, command: Sequence[str], shown: Json, folder: Pa
 
 
 def _test(task: CodingTask, folder: Path, base: Path, *, changed: bool) -> None:
-    """Run the test command in the agent's copy, and reward.
-
-    A command that does not start is the task's error, unless it starts in an untouched copy.
-    """
+    """Run the test command in the agent's copy, and reward."""
     report = folder / "report/junit.xml"
     done = _run_tests(task, folder / "work", report)
     passed, total = (0, 1) if done.timed_out else score(report, done.printed, done.code)
     said = {"passed": passed, "total": total, "exit_code": done.code, "timed_out": done.timed_out}
     emit("tests", said | {"output": workspace.shortened(done.printed, _LONGEST_OUTPUT)})
-    untouched = folder / "untouched"
-    if done.code in _NOT_STARTED and changed:
-        untouched.mkdir()
-        workspace.copy(base, untouched)
-    if done.code in _NOT_STARTED and not (
-        changed and _run_tests(task, untouched, report).code not in _NOT_STARTED
-    ):
+    if done.code in _NOT_STARTED and not (changed and _starts_untouched(task, folder, base)):
         raise AttemptFailed(f"test: the command did not start: {done.printed.strip()[-300:]}")
     emit_reward(rewards(passed, total, task.shaping, changed=changed))
+
+
+def _starts_untouched(task: CodingTask, folder: Path, base: Path) -> bool:
+    """Whether the test command starts where no agent has worked: then the agent has broken it."""
+    untouched = folder / "untouched"
+    untouched.mkdir()
+    workspace.copy(base, untouched)
+    return _run_tests(task, untouched, folder / "report/untouched.xml").code not in _NOT_STARTED
 
 
 def _run_tests(task: CodingTask, work: Path, report: Path) -> sandbox.Done:
