@@ -23,7 +23,7 @@ _OPERATORS: dict[type[ast.cmpop], str] = {
     ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "=", ast.NotEq: "!=",
     ast.In: "IN", ast.NotIn: "NOT IN", ast.Is: "IS", ast.IsNot: "IS NOT",
 }  # fmt: skip
-_SINGLE_EQUALS = re.compile(r"(?<![<>=!])=(?!=)")
+_SINGLE_EQUALS = re.compile(r"""'[^']*'|"[^"]*"|(?<![<>=!])=(?!=)""")  # or a string, as it is
 NAMES = tuple(name for name in COLUMNS if name not in ("rewards", "final"))
 _MOST_FOUND = 50_000
 """Calls, the newest ones, in which a search finds words: of a million it would take seconds."""
@@ -148,10 +148,14 @@ def _condition(where: str, values: list[Any]) -> str:
     """Return a condition in SQL; the constants in it are added to ``values``."""
     if not where.strip():
         return "1"
-    for text in (where.strip(), _SINGLE_EQUALS.sub("==", where.strip())):
+    for text in (where.strip(), _SINGLE_EQUALS.sub(_doubled, where.strip())):
         with contextlib.suppress(SyntaxError):
             return _sql(ast.parse(text, mode="eval").body, values)
     raise ConfigError(f"where: {where!r} is not understood; {_EXAMPLE}")
+
+
+def _doubled(found: re.Match[str]) -> str:
+    return "==" if found[0] == "=" else found[0]
 
 
 def _sql(node: ast.expr, values: list[Any]) -> str:

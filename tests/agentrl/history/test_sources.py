@@ -43,11 +43,13 @@ def test_what_changes_after_a_rollout_has_ended_is_indexed(tmp_path: Path) -> No
         for author, score in (("a", 1.0), ("b", -0.5), ("b", 0.0)):
             store.add_feedback(Feedback(run.id, last, None, "quality", author, score=score))
         store.add_feedback(Feedback(run.id, ids["wrong"], None, "tone", "a", comment="curt"))
+        store.add_feedback(Feedback(run.id, ids["wrong"], None, "a=b", "a", score=0.25))
         store.cancel(run.id, "resumed", after_step=3)
         while run.fill():
             pass
         assert set(found("feedback > 0")) == {last, ids["wrong"]}
         [row] = find_rollouts(run.index, Query("rewards['human:quality'] = 0.5")).rows
+        assert found("rewards['human:a=b'] = 0.25") == [ids["wrong"]]
         assert (row["id"], row["feedback"], row["rewards"]["human:quality"]) == (last, 3, 0.5)
         assert row["reward"] == row["rewards"]["correct"] + row["rewards"]["clarity"]
         assert found("reward == None") == found("reward is None") != []
