@@ -122,18 +122,20 @@ def carry_into_subprocesses(flush: Callable[[], bool]) -> None:
 
 
 def _popen(wrapped: Any, _popen: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Add the variables of the rollout where the environment names none: that of a process that
-    rollouts share, and one that is given."""
-    rollout, given = chosen.get(), kwargs.get("env")
-    if len(args) > _ENV_POSITION:  # given by its position, which nobody does
-        pass
-    elif rollout is not None:
-        env = {**(os.environ if given is None else given), **_environment(rollout)}
-        kwargs = kwargs | {"env": env}
-    elif given is not None and current_rollout() is not None:
-        ours = {name: os.environ[name] for name in ROLLOUT_VARIABLES if name in os.environ}
-        kwargs = kwargs | {"env": {**ours, **given}}
+    if len(args) <= _ENV_POSITION:
+        kwargs = kwargs | {"env": _environment_of_child(kwargs.get("env"))}
     wrapped(*args, **kwargs)
+
+
+def _environment_of_child(given: Any) -> Any:
+    """Add the rollout's variables to an environment without them: that of a process that rollouts
+    share, and one that the agent gives."""
+    if (rollout := chosen.get()) is not None:
+        return {**(os.environ if given is None else given), **_environment(rollout)}
+    if given is not None and current_rollout() is not None:
+        ours = {name: os.environ[name] for name in ROLLOUT_VARIABLES if name in os.environ}
+        return {**ours, **given}
+    return given
 
 
 def _patch_processes(module: ModuleType) -> None:

@@ -117,7 +117,7 @@ def file_examples(source: str, field: str, renderer: Renderer, reader: Reader) -
         ConfigError: names the file, the line and the field that does not fit.
     """
     found = Samples()
-    table = Path(source).suffix not in (".jsonl", ".json", ".csv")
+    table = Path(source).suffix == ".parquet" or not Path(source).is_file()
     for where, data in read_records(source, field):
         try:
             read = without_nulls(data) if table else data

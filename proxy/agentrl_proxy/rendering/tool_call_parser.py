@@ -44,7 +44,7 @@ class ReplyTemplate:
             spec["fields"].get("tool_calls") or ()
         )
         delimiters = (spec["fields"].get("tool_calls") or {}).get("content_args") or {}
-        self.is_gemmas = "string_delims" in delimiters  # a call's arguments
+        self.is_gemmas = "string_delims" in delimiters  # read by ``json_of_gemmas``
         # Most replies contain no delimiter: without any of these first characters there is nothing
         # to parse. None disables the shortcut: the chat template wrote a part of the reply, or a
         # pattern could start anywhere.

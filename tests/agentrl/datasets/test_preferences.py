@@ -108,6 +108,15 @@ def test_a_tables_empty_fields_reach_neither_tools_nor_arguments(
     assert rows[0] == rows[1]
 
 
+def test_what_is_null_in_json_lines_stays(renderer: Renderer, tmp_path: Path) -> None:
+    function = {"name": "weather", "arguments": {"city": None}}
+    calls = [{"id": "c", "type": "function", "function": function}]
+    said = {"role": "assistant", "content": "", "tool_calls": calls}
+    source = write_lines(tmp_path / "chats", [{"messages": [asked(1), said]}])
+    [one] = file_examples(str(source), "data.source", renderer, partial(chat_examples, "all")).kept
+    assert '"city": null' in renderer.decode_raw(one.rows[0].tokens)
+
+
 def of_run(run: Path, where: str | None = None, by: str = "reward") -> RewardModelConfig:
     data = {"from_run": run, "where": where, "by": by}
     return RewardModelConfig.model_validate({"data": data})

@@ -153,9 +153,11 @@ def test_text_before_a_call_and_an_answer_alone(family: str, speaker: Renderer, 
         '<|channel|>commentary json<|message|>{"q": "x"}',
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary "
         'to=functions.search<|message|>{"q": "x"}',
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>analysis "
+        'to=functions.search <|constrain|>json<|message|>{"q": "x"}',
     ],
 )
-def test_both_orders_of_gpt_oss(tokenizer: Any, said: str, size: int) -> None:
+def test_calls_of_gpt_oss_in_every_form(tokenizer: Any, said: str, size: int) -> None:
     reply = read(made(tokenizer, "gptoss"), said, size)
     assert (reply.reasoning, reply.content) == ("Hm.", "")
     assert arguments(reply) == [("search", {"q": "x"})]
@@ -179,16 +181,13 @@ def test_names_of_any_form_are_read(tokenizer: Any) -> None:
         tools = [{"type": "function", "function": {"name": "get-weather", "parameters": {}}}]
         parser = speaker.parser(tools=tools)
         found = arguments(parser.finish(written(speaker, call)))
-        typed = {
-            name: str(value) if family == "glm4moe" else value for name, value in asked.items()
-        }
-        if family == "glm4moe":  # it has no types, and a schema says none
-            typed["a.b"] = '[{"c-d": 1}]'
-        assert found == [("get-weather", typed)], family
+        if family == "glm4moe":  # its notation has no types, and the tool's schema has none
+            asked |= {"max-results": "3", "a.b": '[{"c-d": 1}]'}
+        assert found == [("get-weather", asked)], family
 
 
 @pytest.mark.parametrize("family", ["gptoss", "gemma4_v5", "glm4moe", "lfm2_2_5"])
-def test_examples_with_tools_are_one_row(tokenizer: Any, family: str) -> None:
+def test_examples_with_tools_are_rows(tokenizer: Any, family: str) -> None:
     result = {"role": "tool", "tool_call_id": "c0", "content": "on the Rhine"}
     said = [
         USER,

@@ -62,8 +62,9 @@ def open_engine(url: str, *, read_only: bool = False) -> sa.Engine:
     how: dict[str, Any] = {"json_serializer": json_text, "json_deserializer": json_value}
     try:
         parsed = sa.make_url(url)
-        if (backend := parsed.get_backend_name()) not in ("postgresql", "sqlite"):
-            raise ArgumentError(backend)
+        backend = parsed.get_backend_name()
+        if backend not in ("postgresql", "sqlite") or (backend == "sqlite" and "?" in url):
+            raise ArgumentError(url)
         if backend == "postgresql":
             wanted: dict[str, Any] = {k: v for k, v in _CONNECT.items() if k not in parsed.query}
             if read_only:
@@ -75,9 +76,8 @@ def open_engine(url: str, *, read_only: bool = False) -> sa.Engine:
         needs = f"PostgreSQL needs {error.name}, which is not installed"
         raise StoreError(f"store: {needs}: pip install 'psycopg[binary]'") from error
     except (ArgumentError, NoSuchModuleError, ValueError) as error:
-        raise StoreError(
-            "store: must be a path, or a URL like postgresql://user@host/database"
-        ) from error
+        known = "a path without '?', or a URL like postgresql://user@host/database"
+        raise StoreError(f"store: must be {known}") from error
 
     @event.listens_for(engine, "connect")
     def _prepare(connection: Any, _record: Any) -> None:
@@ -112,8 +112,6 @@ class Database:
         self, url: str, *, patience_s: float = PATIENCE_S, read_only: bool = False
     ) -> None:
         if "://" not in url:  # a path
-            if "?" in url:
-                raise StoreError(f"{url}: a store's path must not contain '?'")
             url = f"sqlite:///{Path(url).absolute()}"
         if url.startswith(("postgres://", "postgresql://")):
             url = "postgresql+psycopg://" + url.partition("://")[2]
