@@ -32,6 +32,8 @@ MORE_SIGNAL = (
     "higher temperature, or train on examples of good answers first (`agentrl sft`)"
 )
 
+GIVE_REWARD = "return a number (True and False are none), or call emit_reward"
+
 WHERE_THE_MODEL_IS = "it is at OPENAI_BASE_URL, named AGENTRL_MODEL"
 
 
@@ -66,8 +68,14 @@ def cut_off(calls: Sequence[Call], max_tokens: int) -> Finding:
     return Finding(fact, fix if len(limits) >= CUT_OFF_FROM * len(calls) else "")
 
 
+def comparable(reward: float) -> float:
+    """Round a reward as far as training tells rewards apart: sums differ as 0.1 + 0.2 and 0.3."""
+    return float(f"{reward:.9g}")
+
+
 def equal_rewards(groups: Sequence[Sequence[float]], success: float) -> Finding:
     """Count the groups of rollouts that all earned the same; from ``success`` on they succeeded."""
+    groups = [[*map(comparable, rewards)] for rewards in groups]
     same = Counter(rewards[0] for rewards in groups if len(set(rewards)) == 1)
     if not same:
         return Finding(f"all {len(groups)} groups had different rewards")

@@ -49,6 +49,7 @@ def test_cut_answers(some: list[Call], fact: str, fix: str) -> None:
          "54 of 64 groups had equal rewards (50 of them 0, 4 of them 1)", "easier tasks"),
         ([[1, 1]] * 3 + [[0, 1]], "3 of 4 groups had equal rewards (3 of them 1)", "harder tasks"),
         ([[0.5, 0.5]] + [[0, 1]] * 2, "1 of 3 groups had equal rewards (1 of them 0.5)", ""),
+        ([[0.1 + 0.2, 0.3]] * 2, "2 of 2 groups had equal rewards (2 of them 0.3)", "easier tasks"),
         ([[0, 1]] * 2, "all 2 groups had different rewards", ""),
     ],
 )  # fmt: skip

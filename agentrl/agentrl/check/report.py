@@ -11,7 +11,7 @@ from statistics import fmean
 from agentrl.check.resources import memory_findings, seconds_per_token, time_finding
 from agentrl.check.signal import signal_finding, success_finding
 from agentrl.config.commands import CheckConfig
-from agentrl.findings import Finding, answered, cut_off, thinking, thought_marks
+from agentrl.findings import GIVE_REWARD, Finding, answered, cut_off, thinking, thought_marks
 from agentrl.training.metrics import count_failures
 from agentrl.training.queue.rollout_queue import seconds_of_running
 from agentrl_proxy.errors import ApiError
@@ -52,9 +52,15 @@ def findings(
     by_task: dict[str, list[float | None]] = {}
     for rollout in rollouts:
         by_task.setdefault(rollout.task_id, []).append(rewards[rollout.id])
+    unpaid = sum(r.winner is not None and rewards[r.id] is None for r in rollouts)
     found = {
         "success": [
             success_finding([*by_task.values()], config.evaluation.success_reward),
+            *(
+                [Finding(f"{unpaid} of {count} rollouts have no reward", GIVE_REWARD)]
+                if unpaid
+                else ()
+            ),
             *(
                 Finding(f"{failed} rollouts failed: {why}", "look into their logs")
                 for why, failed in count_failures(rollouts).items()

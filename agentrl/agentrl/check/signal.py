@@ -8,7 +8,7 @@ from statistics import fmean
 
 from agentrl.config.checks import compares_groups
 from agentrl.config.commands import TrainConfig
-from agentrl.findings import MORE_SIGNAL, Finding
+from agentrl.findings import GIVE_REWARD, MORE_SIGNAL, Finding, comparable
 from agentrl.runs.statistics import pass_at_k, task_interval
 
 WEAK_BELOW = 0.1
@@ -45,10 +45,10 @@ def signal_finding(
 ) -> tuple[Finding, float]:
     """Say whether the estimator will have something to learn from; return the share of groups."""
     how, estimator = config.rollouts, config.algorithm.estimator
-    known = [[reward for reward in task if reward is not None] for task in by_task]
+    known = [[comparable(reward) for reward in task if reward is not None] for task in by_task]
     given = [reward for task in known for reward in task]
     if not given:
-        fix = "return a number, or call emit_reward"
+        fix = GIVE_REWARD
         if config.rewards:
             fix = "see what the functions of --rewards said of them"
         said = f"{estimator} will have no signal: no rollout has a reward"

@@ -35,7 +35,7 @@ from agentrl.history.evaluations import (
 )
 from agentrl.history.sources import open_run
 from agentrl.runner.agent_spec import validate_agent
-from agentrl.runs.folder import RunFolder, run_and_step
+from agentrl.runs.folder import RunFolder, adapter_folders, run_and_step
 from agentrl.runs.statistics import Estimate
 from agentrl.scoring.functions import RewardFunction, load_functions
 from agentrl.training.evaluation import plan_evaluation
@@ -88,6 +88,8 @@ def eval_command(*tokens: Tokens) -> None:
     if note := greedy_note(how.samples, how.temperature):
         print_sentences(f"note: {note}")
     models = config.model.evaluated()
+    for _, source, _ in models:
+        adapter_folders(config, source)
     done = [_evaluate(config, tasks, rewards, *one, alone=len(models) == 1) for one in models]
     tables = {"by": by_rows(tasks, done, how.by), "compared": comparison(done)}
     print_rows(console, tables["by"], apart=True)
@@ -127,12 +129,13 @@ def _evaluate(
     with fixed_model(config, "eval", tasks, asks_for, rewards, source) as made:
         rollouts = made.execute(plan_evaluation(made.task_ids, 0, how, config.run.seed))
     session = made.session
-    earned = rollout_rewards(rollouts, session.store.rewards([one.id for one in rollouts])).values()
+    earned = rollout_rewards(rollouts, session.store.rewards([one.id for one in rollouts]))
     session.store.close()
     with contextlib.closing(open_run(session.folder)) as run:
         [found] = stored_outcomes(run).values()
-    known = [reward for reward in earned if reward is not None]
-    scores = scores_of(found) | {"reward": fmean(known) if known else None}
+    known = [reward for reward in earned.values() if reward is not None]
+    unpaid = sum(one.winner is not None and earned[one.id] is None for one in rollouts)
+    scores = scores_of(found) | {"reward": fmean(known) if known else None, "no_reward": unpaid}
     problems = count_failures(rollouts)
     # Answers of another model that were sampled without a setting of the evaluation, by setting.
     refused = Counter(
@@ -223,6 +226,7 @@ def scores_of(found: Outcomes) -> Json:
 
 def evaluation_report(scores: Json, problems: Mapping[str, int]) -> Table:
     """Lay out scores, and the failures by reason, for the terminal."""
+    missing = [("no reward", f"{scores['no_reward']} rollouts")] if scores["no_reward"] else []
     successes = f"{scores['successes']} successes; {_interval(scores['interval'])}"
     chances = [
         (f"pass@{k}", f"{chance:.1%} ({_interval(scores['pass_at_interval'][k])})")
@@ -234,6 +238,7 @@ def evaluation_report(scores: Json, problems: Mapping[str, int]) -> Table:
             ("accuracy", f"[b]{scores['accuracy']:.1%}[/] ({successes})"),
             *chances,
             ("mean reward", "–" if scores["reward"] is None else f"{scores['reward']:+.3f}"),
+            *missing,
             *(("failed", Text(f"{count}×: {reason}")) for reason, count in problems.items()),
         ]
     )

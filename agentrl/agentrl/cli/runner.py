@@ -7,6 +7,7 @@ killed, its leases expire.
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from typing import Any
 
@@ -27,7 +28,11 @@ _POLL_S = 1.0
 
 
 def runner_command(*tokens: Tokens) -> None:
-    """Run rollouts of a run in progress until it ends, from this or another machine."""
+    """Run rollouts of a run in progress until it ends, from this or another machine.
+
+    The exit code is 1 if the run failed or was interrupted: what starts this command again
+    (Docker's `restart: on-failure`) has it join the run when that goes on.
+    """
     settings = load(JoinConfig, tokens)
     store = Store(store_url(settings.run.store))
     run = _find_run(store, settings.run.id)
@@ -48,6 +53,9 @@ def runner_command(*tokens: Tokens) -> None:
                     config = moved
                     pool = start_pool(config).supervise()
                     print_line(f"the run's gateway is now at {' '.join(config.gateways)}")
+            if run["state"] != "finished":
+                print_line(f"{run['name']} is {run['state']}: there are no more rollouts to run")
+                sys.exit(1)
     finally:
         pool.stop()
         store.close()

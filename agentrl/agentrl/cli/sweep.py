@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import time
 
@@ -44,12 +45,18 @@ def sweep_command(*tokens: Tokens) -> None:
         raise ConfigError(f"name: {shown(folder.root)} is a run; give the sweep another --name")
     folder.lock()
     study = open_study(folder, config, steps)
-    first = folder.root.with_name(f"{name}-000" if config.sweep.seeds == 1 else f"{name}-000-0")
-    if first.exists() and not study.get_trials(deepcopy=False):
-        raise ConfigError(
-            f"name: {shown(first)} is of an earlier sweep; delete its runs, or give this sweep "
-            "another --name"
-        )
+    own = {
+        run
+        for trial in study.get_trials(deepcopy=False)
+        for run in trial.user_attrs.get("runs", ())
+    }
+    named_alike = re.compile(rf"{re.escape(name)}-\d{{3,}}(-\d+)?")
+    for path in sorted(config.run.folder.iterdir()):
+        if named_alike.fullmatch(path.name) and path.name not in own:
+            raise ConfigError(
+                f"name: {shown(path)} is no run of this sweep, and has the name of one; give the "
+                "sweep another --name, or delete it"
+            )
     again = ["agentrl", "sweep", *tokens, *([] if config.run.name else ["--name", name])]
     end_in_order(lambda: f"go on with:  {shlex.join(again)}", within_s=None)
     print_line((f"sweep folder {folder.root}", "dim"))

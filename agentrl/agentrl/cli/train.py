@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
@@ -27,7 +27,7 @@ from agentrl.runs.circumstances import note_start
 from agentrl.runs.folder import RunFolder, how_to_fetch
 from agentrl.runs.recorded import SHELL_IN, how_to_continue
 from agentrl.runs.summary import Summary
-from agentrl.scoring.functions import load_functions
+from agentrl.scoring.functions import RewardFunction, load_functions
 from agentrl.supervisor import SupervisedProcess
 from agentrl.timing import heavy_imports
 from agentrl.training.queue.curriculum import Curriculum
@@ -35,6 +35,7 @@ from agentrl.training.resume import check_resume, go_back, return_to_start, tell
 from agentrl.training.session import Session
 from agentrl.training.setup.initial_adapters import new_run
 from agentrl.training.setup.own_functions import add_own_loss, own_estimator
+from agentrl_tracer.schemas import Json
 
 if TYPE_CHECKING:
     from agentrl.training.loop import Trainer
@@ -82,14 +83,14 @@ def train(*arguments: str, trainer: type[Trainer] | None = None) -> Summary:
         ConfigError: names each setting that is wrong, and the fix.
         RunError: the run cannot go on, for the reason that the message gives.
     """
-    return _train(arguments, trainer)[1]
+    with contextlib.chdir("."):  # a run that goes on does so where it was started
+        return _train(arguments, trainer)[1]
 
 
 def _train(
     arguments: Sequence[str], trainer: type[Trainer] | None = None
 ) -> tuple[TrainConfig, Summary]:
     config, resume = load(TrainConfig, arguments), resume_of(arguments)
-    how = config.rollouts
     config.model.cores = min(config.model.cores or available_cores(), available_cores())
     root, step = split_step(resume) if resume else (None, "")
     folder = None if root is None else RunFolder.existing(root, "resume")
@@ -107,15 +108,22 @@ def _train(
     own_estimator(config)
     Curriculum(config, tasks)  # which refuses tasks without weights
     fetch_model(config)
-    if folder is not None:
-        folder.lock()
-        changes = check_resume(folder, config, tasks, eval_tasks)
-        if step:
-            go_back(folder, step)
-        tell_changes(changes, print_line)
-    else:
-        folder = new_run(config.run, "train", config.learning, list(config.trained))
-    note_start(folder, steps)
+    begun = folder or new_run(config.run, "train", config.learning, list(config.trained))
+    with begun.held():
+        if folder is not None:
+            changes = check_resume(folder, config, tasks, eval_tasks)
+            if step:
+                go_back(folder, step)
+            tell_changes(changes, print_line)
+        note_start(begun, steps)
+        return config, _execute(config, begun, tasks, eval_tasks, rewards, trainer)
+
+
+def _execute(
+    config: TrainConfig, folder: RunFolder, tasks: Sequence[Json], eval_tasks: Sequence[Json],
+    rewards: Sequence[RewardFunction], trainer: type[Trainer] | None,
+) -> Summary:  # fmt: skip
+    how = config.rollouts
     end_in_order(partial(how_to_continue, folder))
     print_line((f"run folder {folder.root}", "dim"))
     if why := choose_runners(config.model.name, config.agent, how, how.batch_size * how.group_size):
@@ -135,10 +143,10 @@ def _train(
             from agentrl.training.loop import Trainer
 
         made = (trainer or Trainer)(config, tasks, eval_tasks, session, display, rewards)
-        return config, made.train()
+        return made.train()
 
 
-@contextmanager
+@contextlib.contextmanager
 def _pages(config: TrainConfig, folder: RunFolder) -> Iterator[SupervisedProcess | None]:
     if not config.run.ui:
         yield None

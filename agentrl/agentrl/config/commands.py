@@ -296,8 +296,8 @@ class OfflineConfig(_Command):
 _DATA = "data.source=data data.from_run data.where"
 _LEARNED = (
     "model.name=model learning.epochs learning.batch_size learning.learning_rate learning.rank "
-    "learning.init_adapter learning.trainers learning.shard_base evaluation.every "
-    "evaluation.patience run.seed run.name run.folder=runs"
+    "learning.init_adapter learning.init_optimizer learning.trainers learning.shard_base "
+    "evaluation.every evaluation.patience run.seed run.name run.folder=runs"
 )
 
 

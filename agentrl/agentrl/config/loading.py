@@ -8,8 +8,10 @@ import argparse
 import json
 import math
 import os
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, get_origin
 
@@ -34,6 +36,7 @@ from agentrl_tracer.schemas import Json
 Config = TypeVar("Config", bound="ModelCommand | OfflineConfig | JoinConfig")
 
 _PREFIX = "AGENTRL_"
+_YAML_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+")
 _OF_AGENTS = ("model", "gateway", "task")
 """Variables that agents read: no settings, though a setting's name may end so."""
 _MAY_BE_PATHS = (
@@ -141,7 +144,12 @@ def _merged(*sources: Mapping[str, Any]) -> dict[str, Any]:
 def _read_file(path: Path) -> dict[str, Any]:
     import yaml
 
-    read = {".toml": tomllib.loads, ".yaml": yaml.safe_load, ".yml": yaml.safe_load}
+    class Loader(yaml.SafeLoader):
+        """Reads 1e-4 as a number, as YAML 1.2 does; to PyYAML, which reads YAML 1.1, it is text."""
+
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", _YAML_FLOAT, list("-+.0123456789"))
+    read_yaml = partial(yaml.load, Loader=Loader)
+    read = {".toml": tomllib.loads, ".yaml": read_yaml, ".yml": read_yaml}
     if path.suffix not in read:
         raise ConfigError(f"config: {str(path)!r} must end in .toml, .yaml or .yml")
     if not path.is_file():

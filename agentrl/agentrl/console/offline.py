@@ -12,8 +12,9 @@ from rich.text import Text
 from agentrl.console.output import console, plain, print_line, print_sentences, whole
 from agentrl.console.report import serve_command
 from agentrl.console.tables import NAME_WIDTH, facts, sparkline
-from agentrl.runs.folder import RunFolder, is_reward_model
+from agentrl.runs.folder import RunFolder
 from agentrl.runs.recorded import shown
+from agentrl_trainer.models.saved_lora import is_reward_model
 
 if TYPE_CHECKING:
     from agentrl.config.settings.models import ModelSettings

@@ -227,6 +227,7 @@ def show_rescored(to: Console, done: Rescored, *, alone: bool) -> None:
     if left := done.rollouts - scored:
         said += f"; {left:,} failed, have a policy's reward or got none, and stay as they are"
     print_sentences(said, to=to)
-    means = ["none" if x is None else f"{x:+.3f}" for x in (done.before, done.after)]
+    totals = done.before, done.after
+    means = [f"{fmean(x):+.3f} of {len(x):,}" if x else "none" for x in totals]
     what = "these rewards alone, others are set aside" if alone else "the sum of all rewards"
-    print_line(f"mean total reward {means[0]} → {means[1]}; what counts is {what}", to=to)
+    print_line(f"mean total reward {means[0]} → {means[1]} rollouts; what counts is {what}", to=to)

@@ -15,8 +15,9 @@ from agentrl.config.errors import ConfigError
 from agentrl.config.setting_names import recorded
 from agentrl.export import ollama
 from agentrl.runs.best_adapter import which_adapter
-from agentrl.runs.folder import find_adapters, is_reward_model, run_and_step
+from agentrl.runs.folder import find_adapters, run_and_step
 from agentrl.samplers.vllm.adapters import adapts_experts
+from agentrl_trainer.models.saved_lora import is_reward_model
 from agentrl_trainer.names import BUILT_IN
 
 _TEMPLATE = "chat_template.jinja"
@@ -100,7 +101,14 @@ def export(
         servers["Ollama, by way of llama.cpp"] = ollama.commands(out)
     if is_reward_model(found[name]):
         auto = "AutoModel" if merged else "AutoPeftModel"
-        load = f"{auto}ForSequenceClassification.from_pretrained({str(out)!r}, num_labels=1)"
+        options = "num_labels=1"
+        if not merged:
+            from agentrl.export.merge import padding_of
+            from agentrl_trainer.models.loading import load_facts
+
+            facts = load_facts(base, trust_remote_code=trusted, chat_template=template)
+            options += f", pad_token_id={padding_of(facts.tokenizer)}"
+        load = f"{auto}ForSequenceClassification.from_pretrained({str(out)!r}, {options})"
         train = shlex.join(["agentrl", "train", "AGENT", "--rewards", f"model:{out}"])
         servers = {"transformers": [load]} if merged else {"agentrl": [train], "PEFT": [load]}
     return Exported(out, merged, servers, which_adapter(source, found))

@@ -17,7 +17,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from agentrl.export import ollama
-from agentrl.runs.folder import is_reward_model
+from agentrl_proxy.rendering.renderer import Renderer
 from agentrl_trainer.checkpoint import atomic_folder
 from agentrl_trainer.models.loading import (
     BaseModel,
@@ -27,6 +27,7 @@ from agentrl_trainer.models.loading import (
 )
 from agentrl_trainer.models.lora import read_adapter
 from agentrl_trainer.models.lora_targets import no_false_warnings
+from agentrl_trainer.models.saved_lora import is_reward_model
 from agentrl_trainer.models.sources import ModelError, resolve_model
 
 _PROCESSORS = "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"
@@ -100,10 +101,17 @@ def _as_classifier(base: BaseModel, trust_remote_code: bool) -> PreTrainedModel:
             f"merged: transformers has no model for sequence classification of {base.name!r}; "
             "export the adapter by itself, without --merged."
         ) from error
-    text = model.config.get_text_config()
-    if text.pad_token_id is None:  # it finds the last token of a row by the padding behind it
-        text.pad_token_id = base.tokenizer.pad_token_id or base.tokenizer.eos_token_id
+    model.config.get_text_config().pad_token_id = padding_of(base.tokenizer)
     return model.eval().requires_grad_(False)
+
+
+def padding_of(tokenizer: Any) -> int:
+    """Return a token for padding that ends no turn, unlike that of many models: transformers'
+    classifiers take the last token that is not padding as a row's end, and score there."""
+    renderer = Renderer(tokenizer)
+    own = tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id
+    ids = [one for one in (*own, *tokenizer.added_tokens_decoder) if one is not None]
+    return next((one for one in ids if not renderer.is_stop(one)), tokenizer.eos_token_id)
 
 
 def _untie(model: Any) -> None:

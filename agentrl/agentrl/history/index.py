@@ -25,7 +25,7 @@ from agentrl_tracer.schemas import Attempt, Call, CallState, Feedback, Reward, R
 from agentrl_tracer.store import Store, StoreError
 from agentrl_trainer.data.rewards import by_rollout, human_rewards, rollout_reward
 
-VERSION = 6
+VERSION = 7
 """Of the layout; a file of another version, or of another run, is made anew."""
 _STEP = 200
 """Rollouts, or served calls, that one call of ``fill`` looks at."""
@@ -56,7 +56,7 @@ CREATE INDEX evaluated ON rollout (step, task, reward, id)
     WHERE purpose = 'eval' AND final = 1 AND status != 'cancelled';
 CREATE INDEX unfinished ON rollout (final, started_at) WHERE final = 0;
 CREATE INDEX judged ON rollout (id, feedback) WHERE feedback IS NOT NULL;
-CREATE TABLE call (id TEXT, rollout TEXT, started_at REAL);
+CREATE TABLE call (id TEXT UNIQUE, rollout TEXT, started_at REAL);
 CREATE VIRTUAL TABLE said USING fts5(text, content='');
 CREATE TABLE mark (scored REAL);
 """
@@ -241,7 +241,9 @@ class Index:
             db.executemany(_INSERT, rows)
             for call in calls:
                 values = call.id, call.rollout_id, call.started_at
-                at = db.execute("INSERT INTO call VALUES (?, ?, ?)", values)
+                at = db.execute("INSERT OR IGNORE INTO call VALUES (?, ?, ?)", values)
+                if not at.rowcount:  # another process that shows the same folder has it
+                    continue
                 said = new_text(call.request), answer_text(call.response)
                 text = "\n".join(one[:_MOST_SAID] for one in said)
                 text = text.encode(errors="replace").decode()  # SQLite takes no lone surrogates

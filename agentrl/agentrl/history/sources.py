@@ -27,6 +27,7 @@ from agentrl_tracer.schemas import Json
 from agentrl_tracer.store import Store, StoreError
 from agentrl_tracer.store.faults import PATIENCE_S
 
+_LONGEST_NAME = 255  # bytes, of a file
 _PATIENCE_S = 2.0  # for a database that is away: a page must answer
 _MOST_OPEN = 16
 T = TypeVar("T")
@@ -226,8 +227,9 @@ def _read_only(url: str) -> Store:
 
 
 def _checked(name: str, kind: str) -> str:
-    if name != os.path.basename(name) or name in ("", ".", ".."):
-        raise ConfigError(f"{kind}: {name!r} is no name of a {kind}")
+    too_long = len(os.fsencode(name)) > _LONGEST_NAME
+    if name != os.path.basename(name) or name in ("", ".", "..") or too_long:
+        raise ConfigError(f"{kind}: {name!r:.80} is no name of a {kind}")
     return name
 
 

@@ -74,6 +74,11 @@ class Judge(ABC):
         self.name = re.sub(r"\W", "_", name)  # it is part of metrics' names
         self._counts = defaultdict[str, float](float)
 
+    @property
+    def judge_names(self) -> list[str]:
+        """Its own, and those of judges that it asks."""
+        return [self.name]
+
     def connect(self, context: ScoringContext) -> None:
         """Take what the run has for judges."""
         self._context = context

@@ -160,6 +160,10 @@ class Panel(Judge):
         self._judges = judges
         self._spreads: list[float] = []
 
+    @property
+    def judge_names(self) -> list[str]:
+        return [self.name, *(name for judge in self._judges for name in judge.judge_names)]
+
     def connect(self, context: ScoringContext) -> None:
         super().connect(context)
         for judge in self._judges:

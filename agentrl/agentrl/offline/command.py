@@ -11,17 +11,24 @@ import torch
 from agentrl.capacity import available_cores
 from agentrl.config.checks import check_warmup
 from agentrl.config.commands import OfflineConfig, PreferConfig, RewardModelConfig
+from agentrl.config.field_types import split_step
 from agentrl.config.secrets import as_recorded
 from agentrl.config.setting_names import flattened
 from agentrl.console.offline import OfflineDisplay, offline_report
 from agentrl.console.output import print_block, print_line
 from agentrl.interrupts import end_in_order
 from agentrl.offline.examples import read_examples
-from agentrl.offline.run import OfflineRun, OfflineSummary, train_offline
+from agentrl.offline.run import (
+    OfflineRun,
+    OfflineSummary,
+    check_examples,
+    steps_of_epoch,
+    train_offline,
+)
 from agentrl.runs.circumstances import note_failure, note_start
 from agentrl.runs.folder import RunFolder
 from agentrl.runs.recorded import how_to_continue, register
-from agentrl.training.resume import refusal, return_to_start, tell_changes
+from agentrl.training.resume import go_back, refusal, return_to_start, tell_changes
 from agentrl.training.session import RunError
 from agentrl.training.setup.clients import local_clients
 from agentrl.training.setup.initial_adapters import initial_adapter, new_run
@@ -38,15 +45,22 @@ of ``data`` the examples are compared."""
 
 
 def run_offline(config: OfflineConfig, resume: Path | None) -> OfflineSummary:
-    """Train, and report; ``resume`` is the folder of the run that goes on."""
+    """Train, and report; ``resume`` is the run that goes on, ``RUN`` or ``RUN@STEP``."""
     config.model.cores = min(config.model.cores or available_cores(), available_cores())
-    folder = None if resume is None else _begun(resume, config)
+    root, step = split_step(resume) if resume else (None, "")
+    folder = None if root is None else _begun(root, config)
     facts = load_facts(config.model.name, **config.model.of_tokenizer)
     examples, held_out = read_examples(config, facts)  # before there is a run
-    name = config.model.adapter
+    name, learning = config.model.adapter, config.learning
+    # Before config.json holds what is refused: every later --resume would fail.
+    check_warmup(learning.warmup_steps, steps_of_epoch(config, examples) * learning.epochs)
     if folder is None:
-        folder = new_run(config.run, config.kind, config.learning, [name])
+        folder = new_run(config.run, config.kind, learning, [name])
         folder.lock()
+    else:
+        check_examples(folder, examples, held_out)
+        if step:
+            go_back(folder, step)
     end_in_order(partial(how_to_continue, folder, config.kind))
     print_line((f"run folder {folder.root}", "dim"))
     with closing(Store(str(folder.store))) as store, OfflineDisplay() as display:
@@ -60,7 +74,6 @@ def run_offline(config: OfflineConfig, resume: Path | None) -> OfflineSummary:
                 reference=start if isinstance(config, PreferConfig) else None,
             )  # fmt: skip
             run = OfflineRun(config, examples, held_out, folder, store, run_id, backend, display)
-            check_warmup(config.learning.warmup_steps, run.steps)
             note_start(folder, run.steps)
             try:
                 summary = train_offline(run)

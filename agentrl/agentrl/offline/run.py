@@ -24,7 +24,7 @@ from agentrl.console.offline import OfflineDisplay
 from agentrl.datasets.samples import Example
 from agentrl.offline.objectives import measure, update
 from agentrl.process_privacy import private_files
-from agentrl.runs.best_adapter import keep_best
+from agentrl.runs.best_adapter import held_out_losses_of, keep_best, lowest_loss
 from agentrl.runs.folder import RunFolder
 from agentrl.runs.learning_curve import draw_learning_curve
 from agentrl.runs.metric_names import HELD_OUT_LOSS, LOSS
@@ -32,6 +32,7 @@ from agentrl.training.metrics import finite_numbers
 from agentrl.training.session import RunError
 from agentrl.training.setup.clients import TrainingClients
 from agentrl_tracer.store import Store
+from agentrl_trainer.checkpoint import latest_checkpoint
 from agentrl_trainer.client import AdamParams
 from agentrl_trainer.learner.optimizers import schedule_factor
 
@@ -48,6 +49,7 @@ class OfflineSummary:
     best: int | None
     """The step with the lowest held-out loss, of equal ones the earliest."""
     seconds: float
+    """Of updates and measures, of all its processes."""
     why: str | None
     """Why it ended before its last step."""
 
@@ -73,12 +75,10 @@ class OfflineRun:
     def __post_init__(self) -> None:
         self.name = self.config.model.adapter
         self.client = self.backend.clients[self.name]
-        self.began = time.perf_counter()
 
     @property
     def per_epoch(self) -> int:
-        """The optimizer steps of a pass over the examples; the last one may be of fewer."""
-        return math.ceil(len(self.examples) / self.config.learning.batch_size)
+        return steps_of_epoch(self.config, self.examples)
 
     @property
     def steps(self) -> int:
@@ -86,16 +86,11 @@ class OfflineRun:
 
     @cached_property
     def held_out_losses(self) -> dict[int, float]:
-        return {
-            row["step"]: math.inf if row[HELD_OUT_LOSS] is None else row[HELD_OUT_LOSS]
-            for row in self.folder.read_metrics()
-            if HELD_OUT_LOSS in row
-        }
+        return held_out_losses_of(self.folder)
 
     @property
     def best(self) -> int | None:
-        known = self.held_out_losses
-        return min(known, key=lambda step: (known[step], step), default=None)
+        return lowest_loss(self.held_out_losses)
 
     def batch(self, step: int) -> list[Example]:
         """Return the examples of a step, counted from 1."""
@@ -126,27 +121,14 @@ class OfflineRun:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of the examples, held-out ones too: their order says what a step trains on."""
-        digest = hashlib.blake2b(digest_size=16)
-        for example in (*self.examples, None, *self.held_out):
-            digest.update(repr(example).encode())
-        return digest.hexdigest()
+        return digest_of(self.examples, self.held_out)
 
     def restore(self) -> int:
-        """Go back to the newest whole checkpoint, drop what came after it, and return its step.
-
-        Raises:
-            ConfigError: it was made on other examples.
-        """
+        """Go back to the newest whole checkpoint, drop what came after it, and return its step."""
         found = self.backend.service.restore_checkpoint(self.folder.checkpoints).result()
         for path, fault in found.torn.items():
             self.display.note(f"checkpoint {path.name} was passed over: {fault}")
-        step, meta = (found.checkpoint.step, found.checkpoint.meta) if found.checkpoint else (0, {})
-        if meta and meta["examples"] != self.fingerprint:
-            raise ConfigError(
-                f"resume: {self.folder.root} was trained on other examples than those that the "
-                "settings give now; bring the same files back, or start a new run"
-            )
+        step = found.checkpoint.step if found.checkpoint else 0
         self.folder.drop_metrics_after(step)
         self.store.drop_metrics_after(self.run_id, step)
         for path in (self.folder.adapters / self.name).glob("v*"):
@@ -154,6 +136,35 @@ class OfflineRun:
                 shutil.rmtree(path)
         keep_best(self.folder, [self.name], self.best)
         return step
+
+
+def steps_of_epoch(config: OfflineConfig, examples: Sequence[Example]) -> int:
+    """Return the optimizer steps of a pass over the examples; the last one may be of fewer."""
+    return math.ceil(len(examples) / config.learning.batch_size)
+
+
+def digest_of(examples: Sequence[Example], held_out: Sequence[Example]) -> str:
+    """Return a digest of the examples: their order says what a step trains on."""
+    digest = hashlib.blake2b(digest_size=16)
+    for example in (*examples, None, *held_out):
+        digest.update(repr(example).encode())
+    return digest.hexdigest()
+
+
+def check_examples(
+    folder: RunFolder, examples: Sequence[Example], held_out: Sequence[Example]
+) -> None:
+    """Check that a run that goes on has its own examples.
+
+    Raises:
+        ConfigError: its newest checkpoint was made on others.
+    """
+    newest = latest_checkpoint(folder.checkpoints).checkpoint
+    if newest is not None and newest.meta["examples"] != digest_of(examples, held_out):
+        raise ConfigError(
+            f"resume: {folder.root} was trained on other examples than those that the "
+            "settings give now; bring the same files back, or start a new run"
+        )
 
 
 @lru_cache(maxsize=1)
@@ -221,6 +232,8 @@ def measure_if_due(run: OfflineRun, step: int) -> None:
     run.held_out_losses[step] = loss if math.isfinite(loss) else math.inf
     if run.best == step:
         keep_best(run.folder, [run.name], step)
+    if run.config.run.keep_adapters is not None:
+        run.folder.prune_adapters(run.config.run.keep_adapters, [run.best or 0])
     run.display.measured(step, loss, run.best or 0)
 
 
@@ -235,7 +248,8 @@ def finish(run: OfflineRun, step: int) -> OfflineSummary:
     losses = ((LOSS, "loss of the step's examples"), (HELD_OUT_LOSS, "held-out loss"))
     draw_learning_curve(rows, title, folder.picture, *losses)
     loss = [row[LOSS] for row in rows if row.get(LOSS) is not None]  # those that were finite
-    seconds = round(time.perf_counter() - run.began, 2)
+    took = [row.get(f"seconds/{what}", 0.0) for row in rows for what in ("update", "evaluation")]
+    seconds = round(sum(took), 2)
     summary = OfflineSummary(step, loss, run.held_out_losses, run.best, seconds, why)
     folder.write_json(folder.summary, asdict(summary))
     run.store.end_run(run.run_id, "finished")

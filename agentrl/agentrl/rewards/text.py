@@ -77,26 +77,32 @@ def exact(
     return score
 
 
-def numeric(field: str = "answer", *, tolerance: float = 1e-6) -> RewardOfTrace:
+def numeric(field: str = "answer", *, tolerance: float | None = None) -> RewardOfTrace:
     """Reward 1 if the last number of the answer is that of the task's ``field``; else 0.
 
     Thousands may have commas: 1,234.5. Of a text in ``field``, such as GSM8K's with its steps, the
     last number counts; a list means any of its items.
 
     Args:
-        tolerance: largest difference, relative to the right number or absolute.
+        tolerance: largest difference, relative to the right number or absolute. By default whole
+            numbers must be equal, and others may differ by 1e-6.
     """
+
+    def equal(said: float, right: float) -> bool:
+        if tolerance is None and said.is_integer() and right.is_integer():
+            return said == right
+        allowed = 1e-6 if tolerance is None else tolerance
+        return math.isclose(said, right, rel_tol=allowed, abs_tol=allowed)
 
     def score(trace: Trace) -> float:
         rights = map(last_number, map(str, expected_of(trace, field)))
         known = [right for right in rights if right is not None]
         if not known:
-            raise ValueError(f"the task's field {field!r} has no number: {trace.task[field]!r}")
+            raise ValueError(
+                f"the task's field {field!r} has no number: {field_of(trace, field)!r}"
+            )
         said = last_number(trace.answer)
-        return float(
-            said is not None
-            and any(math.isclose(said, x, rel_tol=tolerance, abs_tol=tolerance) for x in known)
-        )
+        return float(said is not None and any(equal(said, right) for right in known))
 
     return score
 

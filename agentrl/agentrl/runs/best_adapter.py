@@ -1,13 +1,14 @@
-"""The best adapters of a run, by held-out accuracy: of which step they are, and their own copy."""
+"""The best adapters of a run, by held-out accuracy or loss: of which step, and their own copy."""
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from agentrl.runs.folder import RunFolder, run_and_step
-from agentrl.runs.metric_names import HELD_OUT
+from agentrl.runs.metric_names import HELD_OUT, HELD_OUT_LOSS
 from agentrl.runs.recorded import shown
 
 
@@ -16,9 +17,28 @@ def held_out_of(folder: RunFolder) -> dict[int, float]:
     return {row["step"]: row[HELD_OUT] for row in folder.read_metrics() if HELD_OUT in row}
 
 
+def held_out_losses_of(folder: RunFolder) -> dict[int, float]:
+    """Return the held-out losses that a run on examples has measured, by step."""
+    rows = [row for row in folder.read_metrics() if HELD_OUT_LOSS in row]
+    return {
+        row["step"]: math.inf if row[HELD_OUT_LOSS] is None else row[HELD_OUT_LOSS] for row in rows
+    }
+
+
 def best_step(held_out: Mapping[int, float]) -> int | None:
     """Return the step with the best held-out accuracy, of equal ones the earliest."""
     return min(held_out, key=lambda step: (-held_out[step], step), default=None)
+
+
+def lowest_loss(losses: Mapping[int, float]) -> int | None:
+    """Return the step with the lowest held-out loss, of equal ones the earliest."""
+    return best_step({step: -loss for step, loss in losses.items()})
+
+
+def best_step_of(folder: RunFolder) -> int | None:
+    """Return a run's best step, by the held-out measure that it has."""
+    accuracies = held_out_of(folder)
+    return best_step(accuracies) if accuracies else lowest_loss(held_out_losses_of(folder))
 
 
 def keep_best(folder: RunFolder, names: Iterable[str], step: int | None) -> None:
@@ -49,19 +69,22 @@ def which_adapter(source: str | Path | None, found: Mapping[str, Path]) -> str |
     run, step = run_and_step(source)
     if not run.config.is_file():
         return None
-    held_out = held_out_of(run)
-    best = best_step(held_out)
+    accuracies, losses = held_out_of(run), held_out_losses_of(run)
+    measured = {step: f"accuracy {value:.1%}" for step, value in accuracies.items()}
+    measured |= {step: f"loss {value:.4f}" for step, value in losses.items()}
+    better = accuracies or {step: -loss for step, loss in losses.items()}
+    best = best_step(better)
     versions = {int(path.name[1:]) for path in found.values() if path.name[1:].isdigit()}
     at = best if step == "best" else max(versions, default=None)
     if at is None:
         return None
     what = {"": "newest adapter,", "best": "best adapter,"}.get(step, "adapter")
     said = f"{shown(run.root)}: the {what} of step {at}"
-    if at in held_out:
-        said += f", held-out accuracy {held_out[at]:.1%}"
-    if best is not None and best != at and held_out[best] > held_out.get(at, -1.0):
+    if at in measured:
+        said += f", held-out {measured[at]}"
+    if best is not None and best != at and better[best] > better.get(at, -math.inf):
         said += (
-            f"; the best was {held_out[best]:.1%} at step {best}: "
+            f"; the best was {measured[best].split()[1]} at step {best}: "
             f"--adapter-path {shown(run.root)}@best"
         )
     return said

@@ -14,13 +14,14 @@ import shutil
 import socket
 import time
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.config.errors import ConfigError, no_run_folder
 from agentrl.config.field_types import split_step
 from agentrl.process_privacy import open_private
+from agentrl_trainer.models.saved_lora import is_reward_model
 
 if TYPE_CHECKING:
     from agentrl.config.commands import ModelCommand
@@ -56,6 +57,7 @@ class RunFolder:
         self.summary = self.root / "summary.json"
         self.pruned = self.root / "pruned"  # a sweep has ended this run early
         self._locked = False
+        self._close: Callable[[], object] = lambda: None
 
     @classmethod
     def create(cls, runs: Path, name: str | None, prefix: str) -> RunFolder:
@@ -102,9 +104,8 @@ class RunFolder:
     def lock(self) -> None:
         """Let no other process write here until this one ends or this object is gone.
 
-        The lock is ``flock`` on a file, which ``kill -9`` releases too. It belongs to the open
-        file, which a forked child shares: a gateway that outlives a killed trainer for a moment
-        would hold it on. So children close theirs at once.
+        The lock is ``flock`` on a file, which ``kill -9`` releases too. Forked children share it: a
+        gateway would hold it on after a killed trainer. So they close theirs at once.
 
         Raises:
             ConfigError: another process has the lock; names it.
@@ -117,8 +118,8 @@ class RunFolder:
             self.root.chmod(0o700)  # earlier versions let others read
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
             descriptor = os.open(self.root / "lock", flags, 0o600)
-            close = weakref.finalize(self, os.close, descriptor)
-            os.register_at_fork(after_in_child=close)
+            self._close = weakref.finalize(self, os.close, descriptor)
+            os.register_at_fork(after_in_child=self._close)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
@@ -133,6 +134,16 @@ class RunFolder:
                 raise _unwritable(error) from error
             logger.warning("%s: this file system has no locks: %s", self.root, error.strerror)
         self._locked = True
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the lock within the block; raises as ``lock``."""
+        self.lock()
+        try:
+            yield
+        finally:
+            self._close()
+            self._locked = False
 
     def is_in_use(self) -> bool | None:
         """Tell whether a process holds the lock; None where this machine cannot tell."""
@@ -335,12 +346,6 @@ def named_adapters(
     return {name: found[name].absolute() for name in names}
 
 
-def is_reward_model(adapter: Path) -> bool:
-    """Tell whether a PEFT folder is of a reward model, which scores texts and writes none."""
-    config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
-    return config.get("task_type") == "SEQ_CLS"
-
-
 def versions_of(adapter: Path) -> list[tuple[int, Path]]:
     """Return an adapter's versions, oldest first; folders of other names are the user's."""
     found = [path for path in adapter.glob("v*") if path.name[1:].isdigit()]
@@ -355,7 +360,7 @@ def _adapters_of(run: RunFolder, step: str, field: str) -> dict[str, Path]:
         if not run.best_adapter.is_dir():
             raise ConfigError(
                 f"{field}: {run.root} has no best adapter, because it was never evaluated on "
-                "held-out tasks (evaluation.tasks); give RUN or RUN@STEP"
+                "held-out tasks or examples (evaluation.tasks, data.held_out); give RUN or RUN@STEP"
             )
         return run.layout(run.best_adapter, [folder.name for folder in folders])
     for folder in folders:

@@ -149,12 +149,18 @@ def load_functions(entries: Sequence[str]) -> list[RewardFunction]:
 
     Raises:
         ConfigError: there is no such module, file or function, it cannot be imported or called, or
-            two functions have the same name.
+            two functions or two judges have the same name.
     """
     loaded = [_load(entry) for entry in entries]
     names = [one.name for one in loaded]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"rewards: two functions are named {twice[0]!r}, as their rewards are")
+    judges = [name for one in loaded for name in getattr(one.call, "judge_names", ())]
+    if twice := [name for name in judges if judges.count(name) > 1]:
+        raise ConfigError(
+            f"rewards: two judges are named {twice[0]!r}, as their costs and budgets are; give "
+            'them name="..."'
+        )
     return loaded
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from statistics import fmean
 
 from agentrl.gateway.on_demand import gateway_of, other_models
 from agentrl.history.rollout_table import Query, find_rollouts
@@ -31,9 +30,9 @@ class Rescored:
     """Those that matched."""
     rewards: list[Reward]
     """The new rewards. Rollouts without one keep what they have."""
-    before: float | None
-    """Mean of the total rewards; None if no rollout had one."""
-    after: float | None
+    before: list[float]
+    """Total rewards of the rollouts that had one."""
+    after: list[float]
 
 
 def rescore(
@@ -56,7 +55,7 @@ def rescore(
     ids, own = [row["id"] for row in rows], tuple(function.keys for function in functions)
     with closing(open_store(run.folder)[0]) as store, ExitStack() as serving:
         rollouts = store.rollouts(run.id, ids=ids)
-        before = _mean(store, rollouts)
+        before = _totals(store, rollouts)
         models = other_models(run.row["config"])
         context = ScoringContext(store, run.id, run.folder.root, note, models)
         if any(getattr(one.call, "asks_models", False) for one in functions):
@@ -72,10 +71,9 @@ def rescore(
             scorer.close()
             run.index.take_again(ids)
         new = [r for r in store.rewards(ids) if r.key.startswith(own) and is_reward(r.value)]
-        return Rescored(len(ids), new, before, _mean(store, rollouts))
+        return Rescored(len(ids), new, before, _totals(store, rollouts))
 
 
-def _mean(store: Store, rollouts: Sequence[Rollout]) -> float | None:
+def _totals(store: Store, rollouts: Sequence[Rollout]) -> list[float]:
     earned = rollout_rewards(rollouts, store.rewards([one.id for one in rollouts])).values()
-    known = [reward for reward in earned if reward is not None]
-    return fmean(known) if known else None
+    return [reward for reward in earned if reward is not None]

@@ -16,7 +16,8 @@ from agentrl.config.errors import ConfigError
 from agentrl.config.setting_names import recorded
 from agentrl.datasets.chats import to_chat
 from agentrl.history.export import chat_of
-from agentrl.runs.folder import find_adapters, is_reward_model, run_and_step
+from agentrl.runs.folder import find_adapters, run_and_step
+from agentrl_trainer.models.saved_lora import is_reward_model
 
 if TYPE_CHECKING:
     from agentrl.scoring.functions import ScoringContext
@@ -75,14 +76,20 @@ class RewardModel:
         """Return a conversation's tokens, none if it has no score."""
         from agentrl.datasets.rendering import chat_rows
 
-        chats = (chat for call in reversed(trace.calls) if (chat := chat_of(call)))
-        tools = next((chat["tools"] for chat in chats if chat.get("tools")), None)
+        last, tools = None, None
+        for call in trace.calls:
+            chat = chat_of(call) or {}
+            if chat.get("messages") == trace.messages:
+                last, tools = call, chat.get("tools")
         learner, renderer = self._loaded
         try:
             read = to_chat({"messages": trace.messages, "tools": tools})
             if read.messages[-1]["role"] != "assistant":
                 raise ValueError("its last message is no answer")
             tokens = chat_rows(renderer, read, "last")[-1].tokens
+            if last is not None and last.finish_reason == "length":
+                # It learned cut-off answers as they were recorded: without the template's end.
+                tokens = tokens[: -renderer.is_stop(tokens[-1]) or None]
             if len(tokens) > (most := learner.base.context_length):
                 raise ValueError(f"it is longer than {most:,} tokens")
         except ValueError as error:

@@ -1,8 +1,8 @@
 """Compute the rewards of finished rollouts, many at a time, and store them.
 
-Each call of a function has a thread of its own; async functions run on one event loop. All rewards
-of a group are stored in one transaction. What a function does not say, because it raised or
-returned no finite number, is stored as a reward that does not train; the run goes on.
+Each call of a function has a thread of its own; async functions run on one event loop of the
+process. All rewards of a group are stored in one transaction. What a function does not say, because
+it raised or returned no finite number, is stored as a reward that does not train; the run goes on.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import inspect
 import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache, partial
 from itertools import chain
 from typing import Any
 
@@ -24,7 +25,6 @@ _AT_ONCE = 16
 """Calls of functions that run at a time."""
 _GROUPS_AT_ONCE = 32
 """Groups whose traces are in memory."""
-_FAREWELL_S = 2.0  # for what is given up to end
 _RAISED = (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError)
 """What a function may raise; CancelledError if what it awaits was canceled."""
 OnProgress = Callable[[int, int], object]
@@ -49,7 +49,7 @@ class Scorer:
         self._context, self._again, self._alone, self._wait = context, again, alone, wait
         self._under_way: dict[str, Future[None]] = {}
         self._failures: dict[tuple[str, str], list[str]] = {}  # by function and kind; not told yet
-        self._thread: threading.Thread | None = None
+        self._jobs = ThreadPoolExecutor(thread_name_prefix="rewards")
         self._calls = asyncio.Semaphore(_AT_ONCE)
         self._groups = asyncio.Semaphore(_GROUPS_AT_ONCE)
         for function in functions:
@@ -62,15 +62,8 @@ class Scorer:
         """Begin to score the rollouts of a finished group, unless that was begun before."""
         if not self._functions or not group or group[0] in self._under_way:
             return
-        if self._thread is None:
-            started = Future[None]()
-            self._thread = threading.Thread(
-                target=lambda: asyncio.run(self._serve(started)), name="rewards", daemon=True
-            )
-            self._thread.start()
-            started.result()
         score = self._score(list(group))
-        self._under_way[group[0]] = asyncio.run_coroutine_threadsafe(score, self._loop)
+        self._under_way[group[0]] = asyncio.run_coroutine_threadsafe(score, _event_loop())
 
     def finish(self, groups: Iterable[Sequence[str]], on_progress: OnProgress) -> None:
         """Return when the rewards of these groups are stored; note what went wrong."""
@@ -96,11 +89,11 @@ class Scorer:
         return dict(chain.from_iterable(take().items() for take in takers if take))
 
     def close(self) -> None:
-        """Give up what is under way."""
+        """Give up what is under way; what is being stored is stored."""
         self._tell()
-        if self._thread is not None:
-            self._loop.call_soon_threadsafe(self._closed.set)
-            self._thread.join(_FAREWELL_S)
+        for scoring in self._under_way.values():
+            scoring.cancel()
+        self._jobs.shutdown(cancel_futures=True)
 
     def _tell(self) -> None:
         """Note each kind of failure once, with how often it has occurred."""
@@ -111,14 +104,10 @@ class Scorer:
 
     # ---- the event loop
 
-    async def _serve(self, started: Future[None]) -> None:
-        self._loop, self._closed = asyncio.get_running_loop(), asyncio.Event()
-        started.set_result(None)
-        await self._closed.wait()
-
     async def _score(self, group: Sequence[str]) -> None:
+        in_thread = partial(asyncio.get_running_loop().run_in_executor, self._jobs)
         async with self._groups:
-            traces = await asyncio.to_thread(self._read, group)
+            traces = await in_thread(self._read, group)
             asked = [
                 self._ask(function, given)
                 for function in self._functions
@@ -127,8 +116,8 @@ class Scorer:
             scores = [*chain.from_iterable(await asyncio.gather(*asked))]
             attempts = [trace.attempt_id for trace in traces]
             names = [function.name for function in self._functions]
-            keep = self._context.store.set_scores
-            await asyncio.to_thread(keep, attempts, names, scores, alone=self._alone)
+            keep = partial(self._context.store.set_scores, alone=self._alone)
+            await in_thread(keep, attempts, names, scores)
 
     def _read(self, group: Sequence[str]) -> list[Trace]:
         """Read the traces, without those whose attempt failed and was rewarded by a policy."""
@@ -183,6 +172,14 @@ class Scorer:
         said = f"{type(error).__name__}: {lines[0][:300]}"
         self._failures.setdefault((function.name, type(error).__name__), []).append(said)
         return _reward(function, trace, function.name, math.inf, said)
+
+
+@cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """Return the process's loop for rewards: connections of a module's client belong to a loop."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="rewards", daemon=True).start()
+    return loop
 
 
 def _number(value: Any) -> float:

@@ -117,7 +117,7 @@ def read_results(root: Path, name: str) -> SweepResults:
         ConfigError: there is none, or it cannot be read.
     """
     folder, file = RunFolder(root / name), root / name / _STUDY
-    if name != os.path.basename(name) or not file.is_file():
+    if name != os.path.basename(name) or not os.path.isfile(file):  # False of too long a name
         raise ConfigError(f"sweep: there is no sweep {name!r} in {root}")
     try:
         import optuna

@@ -88,6 +88,8 @@ def evaluate_if_due(run: TrainingRun, step: int, *, last: bool = False) -> None:
         keep_best(run.folder, run.config.trained, step)
     display.evaluated(step, accuracy)
     note_failed_rollouts(rollouts, "evaluations", display.note)
+    if unpaid := sum(one.winner is not None and scores[one.id] is None for one in rollouts):
+        display.note(f"{unpaid} of {len(rollouts)} evaluations have no reward")
     asked = {call.attempt_id for call in calls if call.adapter in run.config.trained}
     unasked = [r for r in rollouts if scores[r.id] is not None and r.winner not in asked]
     note_unasked(run, unasked, len(rollouts), "evaluations")

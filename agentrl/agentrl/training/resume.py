@@ -18,7 +18,7 @@ from agentrl.config.errors import ConfigError
 from agentrl.config.field_types import is_generator
 from agentrl.config.secrets import as_recorded, without_variables
 from agentrl.config.setting_names import flag_of, flattened
-from agentrl.runs.best_adapter import best_step, held_out_of
+from agentrl.runs.best_adapter import best_step_of
 from agentrl.runs.folder import RunFolder
 from agentrl.runs.recorded import open_store
 from agentrl_tracer.schemas import Json
@@ -93,7 +93,7 @@ def checkpoint_of(run: RunFolder, step: str, field: str) -> Path:
     kept = {str(at): path for at, path in _numbered(run.checkpoints.glob("step-*"))}
     at = step.lstrip("0") or "0"
     if step == "best":
-        if (best := best_step(held_out_of(run))) is None:
+        if (best := best_step_of(run)) is None:
             raise ConfigError(f"{field}: {run.root} was never evaluated, so no step is its best")
         at = str(best)
     if at not in kept:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import secrets
+from urllib.parse import quote, unquote
 
 from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
@@ -57,11 +58,16 @@ class TokenGate:
         if self._is_token(given := request.query_params.get(_PARAMETER, "")):
             rest = request.url.remove_query_params(_PARAMETER)
             response = RedirectResponse(rest.replace(scheme="", netloc=""), 303)
-            response.set_cookie(self._cookie, given, httponly=True, samesite="strict")
+            response.set_cookie(self._cookie, quote(given), httponly=True, samesite="strict")
             return response
-        if not is_open and not self._is_token(request.cookies.get(self._cookie, "")):
-            text = "Open the link that `agentrl ui` printed; with an operator key, add ?token=KEY."
+        if not is_open and not self._is_token(unquote(request.cookies.get(self._cookie, ""))):
+            text = (
+                "Open the link that `agentrl ui` printed; with an operator key, add ?token=KEY, "
+                "special characters percent-encoded."
+            )
             return PlainTextResponse(f"{text}\n", 403)
+        if "\0" in request.scope["path"] or b"%00" in request.scope["query_string"]:
+            return PlainTextResponse("No link of these pages has a NUL character.\n", 404)
         # Another port is another server.
         origin = request.headers.get("origin", "").partition("://")[2]
         is_own = "origin" not in request.headers or origin == request.headers.get("host")

@@ -6,6 +6,7 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -50,7 +51,19 @@ def serve(app: FastAPI, listening: socket.socket, token: str) -> None:
         TokenGate(HostCheck(app, host), token, port), loop="uvloop", lifespan="on",
         access_log=False, log_config=None, server_header=False, timeout_graceful_shutdown=1,
     )  # fmt: skip
-    uvicorn.Server(config).run(sockets=[listening])
+    _Server(config, app.state.watcher).run(sockets=[listening])
+
+
+class _Server(uvicorn.Server):
+    """Ends the live events of open pages first, which would keep it from ending in order."""
+
+    def __init__(self, config: uvicorn.Config, watcher: Watcher) -> None:
+        super().__init__(config)
+        self._watcher = watcher
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._watcher.end()
+        super().handle_exit(sig, frame)
 
 
 @contextlib.asynccontextmanager

@@ -51,8 +51,12 @@ class Watcher:
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self) -> None:
+    def end(self) -> None:
+        """End ``changes`` and the thread soon."""
         self._ended.set()
+
+    def stop(self) -> None:
+        self.end()
         self._thread.join(5)
 
     def look_at(self, run: OpenRun) -> _Watched:

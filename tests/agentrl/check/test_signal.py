@@ -42,6 +42,7 @@ def test_the_success_has_an_interval_over_tasks() -> None:
         ([[0] * 8] * 4, {}, "no signal: all 32 rollouts earned 0", "agentrl sft"),
         ([[1] * 8] * 4, {}, "no signal: all 32 rollouts succeeded", "harder"),
         ([[0] * 8, [1] * 8], {}, "no signal: all rollouts of a task earned the same", "easier"),
+        ([[0.1 + 0.2, 0.3] * 4] * 2, {}, "no signal: all 16 rollouts earned 0.3", "easier"),
         ([[None], [None]], {}, "no signal: no rollout has a reward", "emit_reward"),
         ([[0] * 8, [1] * 8], {"algorithm": {"estimator": "reinforce"}},
          "reinforce will have a signal", ""),

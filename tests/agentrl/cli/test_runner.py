@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+from pathlib import Path
 from typing import Any
 
 import pytest
+from store_records import start_run
 
-from agentrl.cli.runner import runner_config
+from agentrl.cli.runner import runner_command, runner_config
 from agentrl.config.commands import JoinConfig
 from agentrl.config.errors import ConfigError
+from agentrl_tracer.schemas import Policies
+from agentrl_tracer.store import Store
 
 SETTINGS = JoinConfig.model_validate(
     {
@@ -52,3 +57,19 @@ def test_runners_spread_over_the_runs_gateways() -> None:
 def test_a_run_of_an_earlier_version_is_refused() -> None:
     with pytest.raises(ConfigError, match="an earlier version started the run r"):
         runner_config(SETTINGS, run(agent="agents:one", vllm_key_env="VLLM_KEY"))
+
+
+@pytest.mark.parametrize("state", ["failed", "interrupted", "finished"])
+def test_what_starts_it_again_has_it_join_a_run_that_goes_on(
+    tmp_path: Path, state: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "store.db"
+    with contextlib.closing(Store(str(path))) as store:
+        run_id = start_run(store)
+        config = {"agent": {"entrypoint": "-- true"}, "model": {"name": "m", "adapter": "p"}}
+        store.resume_run(run_id, config, Policies())
+        store.end_run(run_id, state)
+    given = ["--store", str(path), "--gateway", "http://127.0.0.1:1", "--logs", str(tmp_path)]
+    with contextlib.nullcontext() if state == "finished" else pytest.raises(SystemExit, match="1"):
+        runner_command(*given, "--run", run_id)
+    assert (f"is {state}: there are no more" in capsys.readouterr().out) == (state != "finished")

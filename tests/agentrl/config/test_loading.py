@@ -93,7 +93,7 @@ def test_variables_of_agents_and_of_other_commands_are_no_settings() -> None:
 @pytest.mark.parametrize("suffix", ["toml", "yaml"])
 def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path: Path, suffix: str) -> None:
     file = tmp_path / f"c.{suffix}"
-    yaml = "learning:\n  rank: 2\n  alpha: 3\n"
+    yaml = "learning:\n  rank: 2\n  alpha: 0.3E+1\n"
     file.write_text(yaml if suffix == "yaml" else "[learning]\nrank = 2\nalpha = 3\n")
     base = ("--config", str(file))
     assert train(*base).learning.rank == 2
@@ -101,6 +101,23 @@ def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path: Path, s
     done = train(*base, "--rank", "5", AGENTRL_LEARNING__RANK="4")
     assert (done.learning.rank, done.learning.alpha) == (5, 3)
     assert done == train("--rank=5", "--learning.alpha", "3")
+
+
+def test_numbers_of_yaml_are_those_of_toml(tmp_path: Path) -> None:
+    """To YAML 1.1, 1e-6 is text, which the prices of a model may not be."""
+    file = tmp_path / "c.yml"
+    params = "{input_cost_per_token: 1e-6, timeout: 6E1, seed: 1e, top_p: .5e+0}"
+    file.write_text(f"models: {{judge: {{model: openai/x, params: {params}}}}}\n")
+    assert train("--config", str(file)).models["judge"].params == {
+        "input_cost_per_token": 1e-6, "timeout": 60.0, "seed": "1e", "top_p": 0.5,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("flag", ["--timeout", "--learning-rate", "--evaluation.success-reward"])
+def test_infinite_numbers_are_refused(flag: str) -> None:
+    """config.json could not keep them for --resume."""
+    with pytest.raises(ConfigError, match=f"{flag.strip('-').replace('-', '_')}: "):
+        train(flag, "inf")
 
 
 @pytest.mark.parametrize("flags", ["tensorboard,wandb", '["tensorboard", "wandb"]', "twice"])

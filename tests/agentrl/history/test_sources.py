@@ -153,6 +153,10 @@ def test_served_calls_are_paged_newest_first_and_searched(tmp_path: Path) -> Non
         assert served.index.progress() == (120, 120)
         found = find_served(served.store, served.index, "number 77")
         assert [call.id for call in found] == ["call-77"]
+        with contextlib.closing(Index(served.index.path, served.store, None)) as other:
+            other._write([], first)  # as of another `agentrl ui` that began with the same calls
+        assert served.index.progress() == (120, 120)
+        assert len(find_served(served.store, served.index, "number 77")) == 1
 
 
 def test_another_programs_database_is_left_alone(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +22,7 @@ from agentrl.console.output import console
 from agentrl.runs.folder import RunFolder, adapter_folders
 from agentrl.scoring.functions import ScoringContext
 from agentrl.scoring.reward_model import RewardModel
+from agentrl_trainer.models.sources import resolve_model
 
 GOOD, BAD = "I am {}.", "I am Qwen, not {}."
 
@@ -65,8 +68,8 @@ def score(model: RewardModel, said: list[Any]) -> list[Any]:
     return model([traced(messages) for messages in said])
 
 
-def traced(messages: Any) -> Any:
-    return SimpleNamespace(rollout_id="r", messages=messages, calls=[])
+def traced(messages: Any, *calls: Any) -> Any:
+    return SimpleNamespace(rollout_id="r", messages=messages, calls=calls)
 
 
 def test_it_scores_conversations_and_rollouts(model: RewardModel) -> None:
@@ -87,15 +90,27 @@ def test_it_scores_conversations_and_rollouts(model: RewardModel) -> None:
     assert len(noted) == 1  # once by reason
     assert "cannot score r1" in noted[0]
     assert model([traced([asked(1), answer("Yes."), asked(2)])]) == [None]
-    with_tools = [call_with_tools(said[0])]
-    traces[0] = SimpleNamespace(rollout_id="r0", messages=said[0], calls=with_tools)
-    assert model(traces[:1])[0] != pytest.approx(scores[0], abs=1e-5)  # its prompt names a tool
+    with_tools = call_of(said[0], tools=[TOOL])
+    assert model([traced(said[0], with_tools)])[0] != pytest.approx(scores[0], abs=1e-5)
+    # The tools are those of another agent.
+    found = model([traced(said[0], call_of(said[0]), call_of(said[1], tools=[TOOL]))])
+    assert found[0] == pytest.approx(scores[0], abs=1e-5)
 
 
-def call_with_tools(messages: list[dict[str, Any]]) -> Any:
-    request = {"messages": messages[:-1], "tools": [TOOL]}
-    response = {"choices": [{"message": messages[-1]}]}
-    return SimpleNamespace(response_id="chatcmpl-1", request=request, response=response)
+def test_an_answer_that_was_cut_off_is_scored_without_an_end(model: RewardModel) -> None:
+    """So it is recorded, and so it was learned."""
+    messages = chats(2000)[0]
+    whole = model._tokens(traced(messages, call_of(messages)))
+    cut = model._tokens(traced(messages, call_of(messages, finish_reason="length")))
+    assert cut == whole[:-1]
+    assert model._loaded[1].is_stop(whole[-1])
+
+
+def call_of(messages: list[dict[str, Any]], finish_reason: str = "stop", **request: Any) -> Any:
+    return SimpleNamespace(
+        response_id="chatcmpl-1", request={"messages": messages[:-1], **request},
+        response={"choices": [{"message": messages[-1]}]}, finish_reason=finish_reason,
+    )  # fmt: skip
 
 
 def test_what_is_exported_scores_the_same(
@@ -115,6 +130,28 @@ def test_what_is_exported_scores_the_same(
     assert found.shape == (2, 1)
     assert scores == pytest.approx(found[:, 0].tolist(), abs=1e-5)
     assert score(RewardModel(tmp_path / "peft"), chats(3001)) == pytest.approx(scores)
+
+
+def test_the_end_of_a_turn_is_no_padding(
+    trained: RunFolder, model: RewardModel, tmp_path: Path
+) -> None:
+    """transformers would take it for padding, and score the token before it."""
+    base = shutil.copytree(resolve_model("agentrl-tiny"), tmp_path / "base")
+    for file, key in (("config.json", "pad_token_id"), ("tokenizer_config.json", "pad_token")):
+        settings = json.loads((base / file).read_text())
+        settings[key] = settings[key.replace("pad", "eos")]
+        (base / file).write_text(json.dumps(settings))
+    with console.capture() as printed:
+        export_command(str(trained.root), tmp_path / "peft", model=str(base))
+        export_command(str(trained.root), tmp_path / "merged", merged=True, model=str(base))
+    [load] = [line for line in printed.get().splitlines() if "AutoPeftModel" in line]
+    padding = int(load.partition("pad_token_id=")[2].partition(")")[0])
+    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged").eval()
+    assert plain.config.pad_token_id == padding
+    row = model._tokens(traced(chats(3001)[0]))
+    with torch.no_grad():
+        [[found]] = plain(input_ids=torch.tensor([row])).logits.tolist()
+    assert score(model, chats(3001)[:1]) == pytest.approx([found], abs=1e-5)
 
 
 def test_regression_learns_scores(tmp_path: Path) -> None:

@@ -128,7 +128,10 @@ def test_it_ends_early_and_keeps_the_best(tmp_path: Path) -> None:
         other = rows(facts, range(1000, 1004), "I am not {}.")
         return rows(facts, range(100, 116)), other
 
-    how = config(tmp_path, learning={"epochs": 9}, evaluation={"every": 1, "patience": 2})
+    how = config(
+        tmp_path, learning={"epochs": 9}, evaluation={"every": 1, "patience": 2},
+        run={"keep_adapters": 1},
+    )  # fmt: skip
     summary = trained(how, None, overfits)
     assert summary.why is not None
     assert "evaluation.patience: 2 measures in a row" in summary.why
@@ -138,6 +141,10 @@ def test_it_ends_early_and_keeps_the_best(tmp_path: Path) -> None:
     assert json.loads(folder.summary.read_text())["why"] == summary.why
     best = folder.adapter_version("policy", summary.best) / "adapter_model.safetensors"
     kept = folder.best_adapter / "adapter_model.safetensors"
+    checkpointed = {int(path.name[-8:]) for path in folder.checkpoints.glob("step-*")}
+    assert {path.name for path in (folder.adapters / "policy").iterdir()} == {
+        f"v{step:06d}" for step in {summary.best, summary.steps, *checkpointed}
+    }
     assert kept.read_bytes() == best.read_bytes()
 
 
@@ -147,11 +154,27 @@ def test_a_resumed_run_refuses_what_would_make_other_steps(whole: Whole, tmp_pat
         train(root.parent, root, learning={"rank": 4})
     with pytest.raises(ConfigError, match=r"resume: .* was trained on other examples"):
         trained(
-            config(root.parent), root,
+            config(root.parent, data={"source": "other.jsonl"}), root,
             lambda _, facts: (rows(facts, range(9)), rows(facts, range(3))),
         )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"warmup_steps: "):
+        train(root.parent, root, learning={"warmup_steps": 100})
+    kept = RunFolder(root).read_config()  # of which the next --resume takes its settings
+    assert (kept["data"]["source"], kept["learning"]["warmup_steps"]) == ("chats.jsonl", 0)
     with pytest.raises(ConfigError, match=r"name: .* exists already; .* --resume"):
         train(root.parent)
+
+
+def test_a_run_goes_back_to_a_kept_step(whole: Whole, tmp_path: Path) -> None:
+    root = shutil.copytree(whole.folder.root, tmp_path / "first")
+    assert train(tmp_path, Path(f"{root}@6")).steps == 8
+    folder = RunFolder(root)
+    assert weights(folder) == weights(whole.folder)
+    assert losses(folder) == losses(whole.folder)
+    assert json.loads(folder.summary.read_text())["seconds"] == pytest.approx(
+        sum(row.get(f"seconds/{what}", 0) for row in folder.read_metrics()
+            for what in ("update", "evaluation")), abs=0.01,
+    )  # fmt: skip
 
 
 def test_a_step_whose_loss_was_not_finite_is_left_out_of_the_report(whole: Whole) -> None:

@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 from agentrl.config.errors import ConfigError
-from agentrl.runs.best_adapter import best_step, held_out_of, keep_best, which_adapter
+from agentrl.runs.best_adapter import (
+    best_step,
+    best_step_of,
+    held_out_of,
+    keep_best,
+    which_adapter,
+)
 from agentrl.runs.folder import RunFolder, find_adapters
 
 
@@ -80,3 +86,10 @@ def test_commands_say_which_adapter_it_is(tmp_path: Path) -> None:
     assert which_adapter(None, {}) is None
     os.remove(folder.metrics)
     assert said(f"{root}") == f"{root}: the newest adapter, of step 3"
+    for step, loss in {0: None, 2: 0.43, 3: 2.5}.items():  # of agentrl sft
+        folder.append_metrics({"step": step, "eval/loss": loss})
+    assert said(f"{root}") == (
+        f"{root}: the newest adapter, of step 3, held-out loss 2.5000; the best was 0.4300 at "
+        f"step 2: --adapter-path {root}@best"
+    )
+    assert best_step_of(folder) == 2

@@ -86,6 +86,20 @@ def test_two_functions_of_one_name_are_refused(file: Path) -> None:
         _load(f"{file}:plain", f"{file}:plain")
 
 
+def test_two_judges_of_one_name_are_refused(tmp_path: Path) -> None:
+    """Their costs, budgets and notes are by it."""
+    file = tmp_path / "judges.py"
+    file.write_text(
+        "from agentrl.judge import Panel, Rubric\n"
+        "helps, safe = Rubric('judge', {'it helps': 1}), Rubric('judge', {'it is safe': 1})\n"
+        "both = Panel(safe, Rubric('judge', {'it is short': 1}, name='short'))\n"
+    )
+    assert len(_load(f"{file}:helps")) == len(_load(f"{file}:both")) == 1
+    for other in ("safe", "both"):
+        with pytest.raises(ConfigError, match=r"two judges are named 'rubric_judge'.* name="):
+            _load(f"{file}:helps", f"{file}:{other}")
+
+
 def test_the_flag_is_given_several_times_or_with_commas() -> None:
     tokens = ["x:y", "--tasks", "t.jsonl", "--rewards"]
     several = load(EvalConfig, [*tokens, "a:b", "--rewards", "c.py:d"])

@@ -98,6 +98,11 @@ def test_numeric_allows_a_difference() -> None:
     assert of(rewards.numeric(), "1e999", answer=1) == 0
     with pytest.raises(ValueError, match="has no number: 'many'"):
         of(rewards.numeric(), "3", answer="many")
+    with pytest.raises(ValueError, match="has no number: 'many'"):
+        of(rewards.numeric("meta.answer"), "3", meta={"answer": "many"})
+    assert of(rewards.numeric(), "7006653", answer=7006652) == 0  # whole numbers are exact
+    assert of(rewards.numeric(), "7,006,652.0", answer=7006652) == 1
+    assert of(rewards.numeric(tolerance=1e-6), "7006653", answer=7006652) == 1
 
 
 _SCHEMA = {"type": "object", "required": ["age"], "properties": {"age": {"type": "integer"}}}

@@ -118,6 +118,26 @@ def test_results_add_to_what_the_agent_emitted(score: Score) -> None:
     assert found.notes == []
 
 
+def test_parts_that_add_up_to_one_are_one(rollouts: list[Rollout]) -> None:
+    a, r = rollouts[0].winner or "", rollouts[0].id
+    parts = [Reward(a, r, f"{value}", value, key=f"{value}") for value in (0.7, 0.2, 0.1)]
+    assert sum(one.value for one in parts) < rollout_reward(rollouts[0], parts) == 1
+
+
+def test_scorers_have_one_event_loop(score: Score) -> None:
+    """Connections of a module's async client belong to the loop that made them."""
+    loops: list[Any] = []
+
+    async def asks(trace: Trace) -> float:
+        loops.append(asyncio.get_running_loop())
+        return 1.0
+
+    score(asks)
+    score(asks, again=True)
+    assert len(loops) == 8
+    assert len({*map(id, loops)}) == 1
+
+
 def test_none_is_no_reward_and_not_zero(score: Score) -> None:
     def some(trace: Trace) -> float | None:
         return None if trace.answer == "one" else 2.0

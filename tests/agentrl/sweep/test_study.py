@@ -121,8 +121,10 @@ def test_a_sweep_ends_where_trials_have_no_value_and_says_why(
     assert len(study.trials) == trials
 
 
-def test_runs_of_an_earlier_sweep_are_not_taken_for_its_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["small-000", "small-012", "small-001-2"])
+def test_other_runs_are_not_taken_for_its_own(tmp_path: Path, name: str) -> None:
     sweep = SmallSweep(tmp_path, metric="reward/mean", space={"learning.rank": [4]})
-    (sweep.root / "small-000").mkdir(parents=True)
-    with pytest.raises(ConfigError, match=r"name: .*small-000 is of an earlier sweep"):
+    for one in (name, "small-1", "smaller-000"):
+        (sweep.root / one).mkdir(parents=True)
+    with pytest.raises(ConfigError, match=rf"name: .*{name} is no run of this sweep"):
         sweep_command("--config", str(sweep.file), "--name", "small")

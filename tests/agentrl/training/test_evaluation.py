@@ -34,8 +34,11 @@ def test_an_evaluation_that_is_all_right_is_not_certain() -> None:
     assert found["interval"] == pytest.approx((0.862, 1.0), abs=5e-4)
     assert found["pass_at_interval"] == {1: found["interval"], 2: found["interval"]}
     console = Console(record=True, width=120, file=io.StringIO())
-    console.print(evaluation_report(found | {"reward": None}, {}))
-    assert console.export_text().count("95 % interval 86.2% to 100.0%") == 3
+    console.print(evaluation_report(found | {"reward": None, "no_reward": 5}, {}))
+    said = console.export_text()
+    assert said.count("95 % interval 86.2% to 100.0%") == 3
+    assert "no reward" in said
+    assert "5 rollouts" in said
 
 
 def test_successes_are_counted_by_task() -> None:
@@ -44,6 +47,12 @@ def test_successes_are_counted_by_task() -> None:
     assert (found["accuracy"], found["pass_at"]) == (0.5, {1: 0.5, 2: 1.0})
     alone = scores_of({0: Outcome(0, 1, 1, "r0")})
     assert (alone["accuracy"], alone["pass_at"]) == (1.0, {})
+
+
+def test_six_of_fifteen_are_forty_percent() -> None:
+    """The mean of 0.2, 0.4 and 0.6 is a little less, and --fail-under 0.4 would fail."""
+    found = scores_of({task: Outcome(task, task + 1, 5, f"r{task}") for task in range(3)})
+    assert found["accuracy"] == 0.4
 
 
 def test_a_rollout_without_reward_is_no_success(tmp_path: Path) -> None:

@@ -100,6 +100,12 @@ def test_stages_can_be_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert row["reward/mean/white"] == -row["reward/mean/black"] != 0
     assert row["groups/used"] + row["groups/skipped"] == 4  # white's and black's of two tasks
     assert row["calls/trained"] == 4 * row["groups/used"] > 0
+    # A run goes on in this process, where it was started, and leaves the caller where it was.
+    folder = summary.folder.root
+    monkeypatch.chdir(folder)
+    again = agentrl.train("--resume", str(folder), "--steps", "2", trainer=Selective)
+    assert (again.steps, Path.cwd()) == (2, folder)
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(RuntimeError, match=r"Loses: 16 calls of step 1 neither train nor have a"):
         agentrl.train(*arguments(tmp_path, name="loses"), trainer=Loses)
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 import httpx
 import pytest
 from command_line import agentrl
+from starlette.responses import PlainTextResponse
+from starlette.testclient import TestClient
 from starlette.types import Message, Scope
 from ui_browser import serve_pages
 from ui_pages import Recorded
@@ -84,3 +87,13 @@ def test_what_is_open_is_told_by_the_path_alone() -> None:
                         "headers": [(b"host", b"x/static/")], "server": None}  # fmt: skip
         asyncio.run(TokenGate(app, "secret", 1)(scope, receive, send))
     assert [one["status"] for one in sent if "status" in one] == [403, 403]
+
+
+@pytest.mark.parametrize("key", ["aGVsbG8+d29y/bGQ=&#%41", "schlüssel-Ł-of-mine"])
+def test_an_operator_key_may_have_any_characters(key: str) -> None:
+    gate = TokenGate(PlainTextResponse("in"), key, 1)
+    client = TestClient(gate)
+    assert client.get("/runs").status_code == 403
+    assert client.get(f"/runs?token={quote(key)}").text == "in"  # by way of the cookie
+    for link in ("/runs/x%00y", "/served/a?before=%00"):  # PostgreSQL takes none
+        assert client.get(link).status_code == 404

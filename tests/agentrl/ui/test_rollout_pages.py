@@ -194,6 +194,10 @@ def test_a_bad_parameter_is_named_on_a_page(client: TestClient, recorded: Record
         answer = client.get(f"{recorded.run}/{path}")
         assert answer.status_code == 422
         assert f"<p>{field}: Input should be a valid integer" in answer.text
+    for path in (f"calls?before={10**22}", f"tasks/train/{-(2**63)}"):
+        assert 400 <= client.get(f"{recorded.run}/{path}").status_code < 500
+    for path in (f"/runs/{'x' * 3000}", f"/sweeps/{'x' * 3000}", f"/compare?run={'x' * 3000}"):
+        assert 400 <= client.get(path).status_code < 500
 
 
 def test_the_form_of_a_replay_keeps_what_it_held(client: TestClient, recorded: Recorded) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sqlite3
+import subprocess
+import sys
 import threading
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -100,3 +102,19 @@ def test_the_writers_own_reads_are_of_now_and_leave_nothing_open(tmp_path: Path)
     assert asked == [AttemptState.SUCCEEDED]
     for one in (store, other):
         one.close()
+
+
+def test_to_open_a_store_again_keeps_the_locks_of_the_first(tmp_path: Path) -> None:
+    """Without them another process, when it ends, takes itself for the last one and deletes the
+    log, in which this one goes on to write what nobody else sees."""
+    path = tmp_path / "store.db"
+    with closing(Store(str(path))) as first:
+        run_id = start_run(first)
+        Store(str(path)).close()
+        other = "import sqlite3, sys; db = sqlite3.connect(sys.argv[1]); "
+        other += "db.execute('SELECT * FROM runs').fetchall(); db.close()"
+        subprocess.run([sys.executable, "-c", other, str(path)], check=True)
+        assert path.with_name("store.db-wal").is_file()
+        first.end_run(run_id, "finished")
+        with closing(sqlite3.connect(path)) as found:
+            assert found.execute("SELECT state FROM runs").fetchall() == [("finished",)]

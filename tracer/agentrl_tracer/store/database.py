@@ -347,13 +347,13 @@ class Database:
         """Bring the schema to ``HEAD``; a new file gets its folder."""
         if file:
             Path(file).parent.mkdir(parents=True, exist_ok=True)
+            # Not one that exists: closing it drops the locks that other stores here hold on it.
             with suppress(OSError):  # SQLite says what is wrong; its log gets the same mode
-                os.close(os.open(file, os.O_RDWR | os.O_CREAT, 0o600))
+                Path(file).touch(0o600, exist_ok=False)
         with self.read() as connection:
             if _revision(connection) == HEAD:
                 return  # usually: one query
-        # One IMMEDIATE transaction: when several processes open a new store at the same moment,
-        # one migrates, and the others wait and find nothing to do.
+        # IMMEDIATE: of processes that open a new store at once, one migrates and the others wait.
         with self.engine.begin() as connection:
             if self.is_remote:
                 connection.execute(sa.text("SELECT pg_advisory_xact_lock(727274)"))

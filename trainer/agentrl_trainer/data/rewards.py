@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from statistics import fmean
@@ -59,8 +60,9 @@ def rollout_reward(rollout: Rollout, rewards: Sequence[Reward]) -> float | None:
 def sum_rewards(rewards: Sequence[Reward]) -> float | None:
     """Sum rewards; None without any, or if one of them was refused."""
     earned = [float(reward.value) for reward in rewards]
-    total = sum(earned)
-    return total if earned and all(map(is_reward, earned)) else None
+    if not earned or not all(map(is_reward, earned)):
+        return None
+    return math.fsum(earned)  # of 0.7, 0.2 and 0.1 it is 1, which is a success
 
 
 def unclaimed_rewards(

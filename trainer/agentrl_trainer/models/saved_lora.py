@@ -48,6 +48,12 @@ class SavedLora:
     """What is done otherwise here than where it was made."""
 
 
+def is_reward_model(folder: Path) -> bool:
+    """Tell whether a PEFT folder is of a reward model, which scores texts and writes none."""
+    config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    return config.get("task_type") == "SEQ_CLS"
+
+
 def read_lora(folder: Path, *, scores: bool = False) -> SavedLora:
     """Read the configuration of a saved LoRA.
 

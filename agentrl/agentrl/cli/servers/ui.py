@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import quote
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
@@ -62,5 +63,5 @@ def ui_command(
     with contextlib.closing(listening):
         token = operator_key or kept_token(shown)
         link = f"{url_of(listening)}/"
-        print_line(f"{link}?token={token}" if is_loopback(host) else link)
+        print_line(f"{link}?token={quote(token)}" if is_loopback(host) else link)
         serve(create_app(folder, stores), listening, token)

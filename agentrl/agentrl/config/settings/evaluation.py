@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from agentrl.config.field_types import Count, Names, Share, Table
+from agentrl.config.field_types import Count, Finite, Names, Share, Table
 from agentrl.config.settings.sampler import SamplerSettings
 
 
@@ -19,7 +19,7 @@ class EvaluationSettings(Table):
     temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
     """Sampling temperature of evaluations, whatever the agent requests. By default greedy (0); with
     several samples per task, the training's (`agentrl eval`: 1)."""
-    success_reward: float = 1.0
+    success_reward: Finite = 1.0
     """Reward from which an evaluated rollout counts as a success."""
 
     def sample_several(self, sampler: SamplerSettings) -> None:

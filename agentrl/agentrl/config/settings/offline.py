@@ -97,3 +97,6 @@ class OfflineRunSettings(NewRunSettings):
     """Steps between checkpoints, from which --resume goes on; after the last step too."""
     keep_checkpoints: Count = 2
     """Newest checkpoints to keep."""
+    keep_adapters: Count | None = None
+    """Newest adapters to keep, of the one that each measure saves; by default all. The best one,
+    those of kept checkpoints, and folders that hold a file named keep stay."""

@@ -23,7 +23,7 @@ def calls_page(request: Request, name: str, verdict: str = "trained", before: st
         raise ConfigError(f"verdict: {verdict!r} is none; there are {', '.join(_VERDICTS)}")
     try:
         calls = run.store.judged(run.id, verdict, before, _PER_PAGE + 1)
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise ConfigError(f"before: {before!r} is no place in this list") from error
     kept = run.store.accounting(run.id)
     counts = {"trained": kept.trained, **kept.skipped, "pending": kept.pending}

@@ -50,7 +50,7 @@ def task_page(
     request: Request,
     name: str,
     purpose: Purpose,
-    index: Annotated[int, Path(le=2**31)],
+    index: Annotated[int, Path(ge=0, le=2**31)],
     at: int = 0,
 ) -> Response:
     """Show how the answer to one task changed."""
