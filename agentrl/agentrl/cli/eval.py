@@ -217,7 +217,7 @@ def scores_of(found: Outcomes) -> Json:
         "tasks": len(found),
         "rollouts": sum(one.samples for one in found.values()),
         "successes": sum(one.successes for one in found.values()),
-        "accuracy": chances[1].rate,
+        "accuracy": success(found).rate,
         "interval": chances[1][1:],
         "pass_at": {k: one.rate for k, one in several.items()},
         "pass_at_interval": {k: one[1:] for k, one in several.items()},
