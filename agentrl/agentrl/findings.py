@@ -32,8 +32,6 @@ MORE_SIGNAL = (
     "higher temperature, or train on examples of good answers first (`agentrl sft`)"
 )
 
-GIVE_REWARD = "return a number (True and False are none), or call emit_reward"
-
 WHERE_THE_MODEL_IS = "it is at OPENAI_BASE_URL, named AGENTRL_MODEL"
 
 

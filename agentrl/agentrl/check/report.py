@@ -9,9 +9,9 @@ from itertools import groupby
 from statistics import fmean
 
 from agentrl.check.resources import memory_findings, seconds_per_token, time_finding
-from agentrl.check.signal import signal_finding, success_finding
+from agentrl.check.signal import how_to_reward, signal_finding, success_finding
 from agentrl.config.commands import CheckConfig
-from agentrl.findings import GIVE_REWARD, Finding, answered, cut_off, thinking, thought_marks
+from agentrl.findings import Finding, answered, cut_off, thinking, thought_marks
 from agentrl.training.metrics import count_failures
 from agentrl.training.queue.rollout_queue import seconds_of_running
 from agentrl_proxy.errors import ApiError
@@ -57,8 +57,8 @@ def findings(
         "success": [
             success_finding([*by_task.values()], config.evaluation.success_reward),
             *(
-                [Finding(f"{unpaid} of {count} rollouts have no reward", GIVE_REWARD)]
-                if unpaid
+                [Finding(f"{unpaid} of {count} rollouts have no reward", how_to_reward(config))]
+                if 0 < unpaid < count  # the verdict says it of all
                 else ()
             ),
             *(

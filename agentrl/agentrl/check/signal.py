@@ -8,7 +8,7 @@ from statistics import fmean
 
 from agentrl.config.checks import compares_groups
 from agentrl.config.commands import TrainConfig
-from agentrl.findings import GIVE_REWARD, MORE_SIGNAL, Finding, comparable
+from agentrl.findings import MORE_SIGNAL, Finding, comparable
 from agentrl.runs.statistics import pass_at_k, task_interval
 
 WEAK_BELOW = 0.1
@@ -40,6 +40,13 @@ def unequal_share(rewards: Sequence[float], size: int) -> float:
     return 1 - sum(1 - pass_at_k(count - n, count, size) for n in Counter(rewards).values())
 
 
+def how_to_reward(config: TrainConfig) -> str:
+    """Say what helps where rollouts have no reward."""
+    if config.rewards:
+        return "see what the functions of --rewards said of them"
+    return "return a number (not True or False), or call emit_reward"
+
+
 def signal_finding(
     by_task: Sequence[Sequence[float | None]], config: TrainConfig
 ) -> tuple[Finding, float]:
@@ -48,9 +55,7 @@ def signal_finding(
     known = [[comparable(reward) for reward in task if reward is not None] for task in by_task]
     given = [reward for task in known for reward in task]
     if not given:
-        fix = GIVE_REWARD
-        if config.rewards:
-            fix = "see what the functions of --rewards said of them"
+        fix = how_to_reward(config)
         said = f"{estimator} will have no signal: no rollout has a reward"
         return Finding(said, fix, stops=True), 0.0
     if not compares_groups(config) and len(set(given)) > 1:

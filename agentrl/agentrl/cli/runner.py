@@ -30,12 +30,21 @@ _POLL_S = 1.0
 def runner_command(*tokens: Tokens) -> None:
     """Run rollouts of a run in progress until it ends, from this or another machine.
 
-    The exit code is 1 if the run failed or was interrupted: what starts this command again
-    (Docker's `restart: on-failure`) has it join the run when that goes on.
+    The exit code is 1 if the run failed or was interrupted: Docker's `restart: on-failure` then
+    starts this command again, and it joins the run once that is resumed.
     """
     settings = load(JoinConfig, tokens)
-    store = Store(store_url(settings.run.store))
-    run = _find_run(store, settings.run.id)
+    with contextlib.closing(Store(store_url(settings.run.store))) as store:
+        run = _find_run(store, settings.run.id)
+        if run["state"] == "running":
+            run = _run_until_it_ends(settings, store, run)
+    if run["state"] in ("failed", "interrupted"):
+        print_line(f"{run['name']} is {run['state']}: there are no more rollouts to run")
+        sys.exit(1)
+
+
+def _run_until_it_ends(settings: JoinConfig, store: Store, run: dict[str, Any]) -> dict[str, Any]:
+    """Return the run as it was at last: in progress, if this process was told to stop."""
     config = runner_config(settings, run)
     end_in_order()
     pool = start_pool(config).supervise()
@@ -53,12 +62,9 @@ def runner_command(*tokens: Tokens) -> None:
                     config = moved
                     pool = start_pool(config).supervise()
                     print_line(f"the run's gateway is now at {' '.join(config.gateways)}")
-            if run["state"] != "finished":
-                print_line(f"{run['name']} is {run['state']}: there are no more rollouts to run")
-                sys.exit(1)
     finally:
         pool.stop()
-        store.close()
+    return run
 
 
 def runner_config(settings: JoinConfig, run: dict[str, Any]) -> RunnerConfig:

@@ -50,23 +50,24 @@ def sweep_command(*tokens: Tokens) -> None:
         for trial in study.get_trials(deepcopy=False)
         for run in trial.user_attrs.get("runs", ())
     }
-    named_alike = re.compile(rf"{re.escape(name)}-\d{{3,}}(-\d+)?")
+    alike = re.compile(rf"{re.escape(name)}-(\d{{3,}})(-\d+)?")
     for path in sorted(config.run.folder.iterdir()):
-        if named_alike.fullmatch(path.name) and path.name not in own:
+        found = alike.fullmatch(path.name)
+        if found and int(found[1]) < study.user_attrs["total"] and path.name not in own:
             raise ConfigError(
                 f"name: {shown(path)} is no run of this sweep, and has the name of one; give the "
-                "sweep another --name, or delete it"
+                "sweep another --name"
             )
     again = ["agentrl", "sweep", *tokens, *([] if config.run.name else ["--name", name])]
     end_in_order(lambda: f"go on with:  {shlex.join(again)}", within_s=None)
     print_line((f"sweep folder {folder.root}", "dim"))
     Sweep(folder, config, space, study, steps).run()
-    found = SweepResults(study, folder)
-    if found.best is None:
+    results = SweepResults(study, folder)
+    if results.best is None:
         raise RuntimeError("no trial is complete, so there is no best configuration")
     from agentrl.ui.sweep_files import write_pictures
 
-    for path in write_pictures(folder, found):
+    for path in write_pictures(folder, results):
         print_line(f"wrote {shown(path)}")
-    print_line(f"best: trial {found.best.number}, {found.metric} {figure_of(found.best)}")
-    print_line("train it:  ", (found.best_command, "bold cyan"))
+    print_line(f"best: trial {results.best.number}, {results.metric} {figure_of(results.best)}")
+    print_line("train it:  ", (results.best_command, "bold cyan"))

@@ -113,7 +113,7 @@ def check_train(config: TrainConfig) -> None:
             config.guards.on_collapse == "roll_back", 'guards.on_collapse = "roll_back"',
         ),
         "learning.init_optimizer": (
-            config.learning.init_adapter is not None, "learning.init_adapter: it is that one's",
+            config.learning.init_adapter is not None, "learning.init_adapter, which may have one",
         ),
         "rollouts.stale": (rollouts.max_staleness > 0, "a max_staleness above 0"),
         "tinker": (config.run.backend == "tinker", 'run.backend = "tinker"'),
@@ -292,16 +292,15 @@ def check_offline(config: OfflineConfig) -> None:
         "data.where": of_run,
         "data.by": of_run,
         "preference.gamma": (loss == "simpo", "preference.loss simpo"),
-        "evaluation.every": (data.held_out is not None, "data.held_out, whose loss it measures"),
         "evaluation.patience": (data.held_out is not None, "data.held_out, whose loss it looks at"),
         "learning.init_optimizer": (
-            config.learning.init_adapter is not None, "learning.init_adapter: it is that one's",
+            config.learning.init_adapter is not None, "learning.init_adapter, which may have one",
         ),
     })  # fmt: skip
     _refuse(
         (config.kind == "reward-model" and config.learning.init_optimizer,
-         "learning.init_optimizer: no run of an adapter that a reward model can start from has an "
-         "optimizer of its head; leave it out"),
+         "learning.init_optimizer: a reward model has a score head, for which no run that it can "
+         "start from keeps an optimizer; leave it out"),
         (getattr(data, "train_on", None) == "tagged" and data.source is None,
          "data.train_on: tagged needs data.source, whose messages have tags"),
         (loss == "kto" and config.learning.batch_size < 2,

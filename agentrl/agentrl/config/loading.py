@@ -36,7 +36,7 @@ from agentrl_tracer.schemas import Json
 Config = TypeVar("Config", bound="ModelCommand | OfflineConfig | JoinConfig")
 
 _PREFIX = "AGENTRL_"
-_YAML_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+")
+_YAML_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$")
 _OF_AGENTS = ("model", "gateway", "task")
 """Variables that agents read: no settings, though a setting's name may end so."""
 _MAY_BE_PATHS = (
@@ -81,7 +81,7 @@ def load(
 
 
 def resume_of(tokens: Sequence[str], command: str = "train") -> Path | None:
-    """Return what a command is told to continue: a run folder, or for a training ``RUN@STEP``."""
+    """Return what a command is told to continue: a run folder or ``RUN@STEP``."""
     return _parse_flags(COMMANDS[command], tokens)[0]["resume"]
 
 

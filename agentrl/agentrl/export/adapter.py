@@ -102,16 +102,27 @@ def export(
     if is_reward_model(found[name]):
         auto = "AutoModel" if merged else "AutoPeftModel"
         options = "num_labels=1"
-        if not merged:
-            from agentrl.export.merge import padding_of
-            from agentrl_trainer.models.loading import load_facts
-
-            facts = load_facts(base, trust_remote_code=trusted, chat_template=template)
-            options += f", pad_token_id={padding_of(facts.tokenizer)}"
-        load = f"{auto}ForSequenceClassification.from_pretrained({str(out)!r}, {options})"
+        padding = None if merged else _padding(base, trusted, template)
+        if padding is not None:
+            options += f", pad_token_id={padding}"
+        load = [f"{auto}ForSequenceClassification.from_pretrained({str(out)!r}, {options})"]
+        if padding is not None:
+            load.append(f"tokenizer.pad_token_id = {padding}  # of the base, for batches")
         train = shlex.join(["agentrl", "train", "AGENT", "--rewards", f"model:{out}"])
-        servers = {"transformers": [load]} if merged else {"agentrl": [train], "PEFT": [load]}
+        servers = {"transformers": load} if merged else {"agentrl": [train], "PEFT": load}
     return Exported(out, merged, servers, which_adapter(source, found))
+
+
+def _padding(base: str, trusted: bool, template: str | None) -> int | None:
+    """Return the token that pads a reward model's rows; None without the base's tokenizer."""
+    from agentrl.export.merge import padding_of
+    from agentrl_trainer.models.loading import load_facts
+    from agentrl_trainer.models.sources import ModelError
+
+    with contextlib.suppress(ModelError):  # the adapter is written; its base may be elsewhere
+        facts = load_facts(base, trust_remote_code=trusted, chat_template=template)
+        return padding_of(facts.tokenizer)
+    return None
 
 
 def _complete(peft: Path, base: str, template: str | None) -> None:

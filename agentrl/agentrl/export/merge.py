@@ -54,6 +54,7 @@ def merge(
     how: Any = {"trust_remote_code": trust_remote_code, "chat_template": chat_template}
     base = load_base(model, device="cpu", dtype="float32", **how)
     if is_reward_model(peft):
+        base.tokenizer.pad_token_id = padding_of(base.tokenizer)
         base = replace(base, model=_as_classifier(base, trust_remote_code))
     with no_false_warnings(), warnings.catch_warnings():
         # PEFT's word on weights it has not found; read_adapter looks for itself.
@@ -101,7 +102,7 @@ def _as_classifier(base: BaseModel, trust_remote_code: bool) -> PreTrainedModel:
             f"merged: transformers has no model for sequence classification of {base.name!r}; "
             "export the adapter by itself, without --merged."
         ) from error
-    model.config.get_text_config().pad_token_id = padding_of(base.tokenizer)
+    model.config.get_text_config().pad_token_id = base.tokenizer.pad_token_id
     return model.eval().requires_grad_(False)
 
 

@@ -224,7 +224,9 @@ class Index:
     def _fill_served(self) -> bool:
         """Take in calls in order of their start."""
         with self.read() as db:
-            newest = db.execute("SELECT started_at, id FROM call ORDER BY rowid DESC LIMIT 1")
+            newest = db.execute(
+                "SELECT started_at, id FROM call ORDER BY started_at DESC, id DESC LIMIT 1"
+            )
             start, call_id = newest.fetchone() or (0.0, "")
         now, taken = time.time(), list[Call]()
         for call in self._store.calls_without_run(_STEP, after=(start, call_id)):

@@ -75,9 +75,9 @@ class Judge(ABC):
         self._counts = defaultdict[str, float](float)
 
     @property
-    def judge_names(self) -> list[str]:
-        """Its own, and those of judges that it asks."""
-        return [self.name]
+    def judges(self) -> list[Judge]:
+        """Itself, and judges that it asks."""
+        return [self]
 
     def connect(self, context: ScoringContext) -> None:
         """Take what the run has for judges."""

@@ -161,8 +161,8 @@ class Panel(Judge):
         self._spreads: list[float] = []
 
     @property
-    def judge_names(self) -> list[str]:
-        return [self.name, *(name for judge in self._judges for name in judge.judge_names)]
+    def judges(self) -> list[Judge]:
+        return [self, *(one for judge in self._judges for one in judge.judges)]
 
     def connect(self, context: ScoringContext) -> None:
         super().connect(context)

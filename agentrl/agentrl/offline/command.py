@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -38,7 +39,7 @@ from agentrl_trainer.models.loading import load_facts
 
 _MAY_CHANGE = (
     "data.", "evaluation.", "learning.epochs", "learning.trainers", "learning.shard_base",
-    "model.cores", "run.checkpoint_every", "run.keep_checkpoints",
+    "model.cores", "run.checkpoint_every", "run.keep_checkpoints", "run.keep_adapters",
 )  # fmt: skip
 """Beginnings of settings that a resumed run may change. The rest decides what its steps compute;
 of ``data`` the examples are compared."""
@@ -48,7 +49,7 @@ def run_offline(config: OfflineConfig, resume: Path | None) -> OfflineSummary:
     """Train, and report; ``resume`` is the run that goes on, ``RUN`` or ``RUN@STEP``."""
     config.model.cores = min(config.model.cores or available_cores(), available_cores())
     root, step = split_step(resume) if resume else (None, "")
-    folder = None if root is None else _begun(root, config)
+    folder, changed = (None, {}) if root is None else _begun(root, config)
     facts = load_facts(config.model.name, **config.model.of_tokenizer)
     examples, held_out = read_examples(config, facts)  # before there is a run
     name, learning = config.model.adapter, config.learning
@@ -61,6 +62,7 @@ def run_offline(config: OfflineConfig, resume: Path | None) -> OfflineSummary:
         check_examples(folder, examples, held_out)
         if step:
             go_back(folder, step)
+        tell_changes(changed, print_line)
     end_in_order(partial(how_to_continue, folder, config.kind))
     print_line((f"run folder {folder.root}", "dim"))
     with closing(Store(str(folder.store))) as store, OfflineDisplay() as display:
@@ -90,8 +92,9 @@ def run_offline(config: OfflineConfig, resume: Path | None) -> OfflineSummary:
     return summary
 
 
-def _begun(resume: Path, config: OfflineConfig) -> RunFolder:
-    """Return the folder of the run that goes on, once nothing else writes there.
+def _begun(resume: Path, config: OfflineConfig) -> tuple[RunFolder, dict[str, tuple[Any, Any]]]:
+    """Return the folder of the run that goes on, once nothing else writes there, and the settings
+    that differ from its own, each with its old and new value.
 
     Raises:
         ConfigError: the run's steps depend on a changed setting.
@@ -106,5 +109,4 @@ def _begun(resume: Path, config: OfflineConfig) -> RunFolder:
     for name, (before, after) in changed.items():
         if not name.startswith(_MAY_CHANGE):
             raise refusal(folder, name, f"{before}, not {after}", "its steps depend on it")
-    tell_changes(changed, print_line)
-    return folder
+    return folder, changed

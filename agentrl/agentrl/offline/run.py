@@ -49,7 +49,7 @@ class OfflineSummary:
     best: int | None
     """The step with the lowest held-out loss, of equal ones the earliest."""
     seconds: float
-    """Of updates and measures, of all its processes."""
+    """Of updates and measures, those before a --resume included."""
     why: str | None
     """Why it ended before its last step."""
 
@@ -118,6 +118,14 @@ class OfflineRun:
     def save_version(self, step: int) -> None:
         path = self.folder.adapter_version(self.name, step)
         self.client.save_weights_for_sampler(path).result()
+
+    def prune(self, keep: int) -> None:
+        """Delete all adapters but the newest, the best, and the best as of each checkpoint."""
+        known = self.held_out_losses
+        names = (path.name.removeprefix("step-") for path in self.folder.checkpoints.glob("step-*"))
+        ends = [*(int(name) for name in names if name.isdigit()), max(known)]
+        bests = (lowest_loss({s: x for s, x in known.items() if s <= end}) for end in ends)
+        self.folder.prune_adapters(keep, [step for step in bests if step is not None])
 
     @cached_property
     def fingerprint(self) -> str:
@@ -233,7 +241,7 @@ def measure_if_due(run: OfflineRun, step: int) -> None:
     if run.best == step:
         keep_best(run.folder, [run.name], step)
     if run.config.run.keep_adapters is not None:
-        run.folder.prune_adapters(run.config.run.keep_adapters, [run.best or 0])
+        run.prune(run.config.run.keep_adapters)
     run.display.measured(step, loss, run.best or 0)
 
 

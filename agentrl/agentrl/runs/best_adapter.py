@@ -70,21 +70,20 @@ def which_adapter(source: str | Path | None, found: Mapping[str, Path]) -> str |
     if not run.config.is_file():
         return None
     accuracies, losses = held_out_of(run), held_out_losses_of(run)
-    measured = {step: f"accuracy {value:.1%}" for step, value in accuracies.items()}
-    measured |= {step: f"loss {value:.4f}" for step, value in losses.items()}
+    what = "accuracy" if accuracies else "loss"
     better = accuracies or {step: -loss for step, loss in losses.items()}
+    said_of = {s: f"{x:.1%}" if accuracies else f"{-x:.4f}" for s, x in better.items()}
     best = best_step(better)
     versions = {int(path.name[1:]) for path in found.values() if path.name[1:].isdigit()}
     at = best if step == "best" else max(versions, default=None)
     if at is None:
         return None
-    what = {"": "newest adapter,", "best": "best adapter,"}.get(step, "adapter")
-    said = f"{shown(run.root)}: the {what} of step {at}"
-    if at in measured:
-        said += f", held-out {measured[at]}"
+    which = {"": "newest adapter,", "best": "best adapter,"}.get(step, "adapter")
+    said = f"{shown(run.root)}: the {which} of step {at}"
+    if at in said_of:
+        said += f", held-out {what} {said_of[at]}"
     if best is not None and best != at and better[best] > better.get(at, -math.inf):
         said += (
-            f"; the best was {measured[best].split()[1]} at step {best}: "
-            f"--adapter-path {shown(run.root)}@best"
+            f"; the best was {said_of[best]} at step {best}: --adapter-path {shown(run.root)}@best"
         )
     return said

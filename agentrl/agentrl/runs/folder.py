@@ -46,7 +46,7 @@ class RunFolder:
         self.store = self.root / "store.db"
         self.adapters = self.root / "adapters"
         self.adapter = self.root / "adapter"  # the final one
-        self.best_adapter = self.root / "adapter-best"  # by held-out accuracy
+        self.best_adapter = self.root / "adapter-best"  # by held-out accuracy or loss
         self.initial = self.root / "initial"  # copies of what it started from, if not fresh
         self.spent = self.root / "spent.json"
         self.checkpoints = self.root / "checkpoints"

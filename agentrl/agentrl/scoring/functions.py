@@ -155,8 +155,9 @@ def load_functions(entries: Sequence[str]) -> list[RewardFunction]:
     names = [one.name for one in loaded]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"rewards: two functions are named {twice[0]!r}, as their rewards are")
-    judges = [name for one in loaded for name in getattr(one.call, "judge_names", ())]
-    if twice := [name for name in judges if judges.count(name) > 1]:
+    judges = {judge for one in loaded for judge in getattr(one.call, "judges", ())}
+    names = [judge.name for judge in judges]
+    if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(
             f"rewards: two judges are named {twice[0]!r}, as their costs and budgets are; give "
             'them name="..."'

@@ -87,9 +87,9 @@ class RewardModel:
             if read.messages[-1]["role"] != "assistant":
                 raise ValueError("its last message is no answer")
             tokens = chat_rows(renderer, read, "last")[-1].tokens
-            if last is not None and last.finish_reason == "length":
-                # It learned cut-off answers as they were recorded: without the template's end.
-                tokens = tokens[: -renderer.is_stop(tokens[-1]) or None]
+            cut_off = last is not None and last.finish_reason == "length"
+            if cut_off and renderer.is_stop(tokens[-1]):
+                tokens = tokens[:-1]  # as such answers were recorded, and learned
             if len(tokens) > (most := learner.base.context_length):
                 raise ValueError(f"it is longer than {most:,} tokens")
         except ValueError as error:

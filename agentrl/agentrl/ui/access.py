@@ -63,7 +63,7 @@ class TokenGate:
         if not is_open and not self._is_token(unquote(request.cookies.get(self._cookie, ""))):
             text = (
                 "Open the link that `agentrl ui` printed; with an operator key, add ?token=KEY, "
-                "special characters percent-encoded."
+                "with special characters percent-encoded (+ is %2B)."
             )
             return PlainTextResponse(f"{text}\n", 403)
         if "\0" in request.scope["path"] or b"%00" in request.scope["query_string"]:

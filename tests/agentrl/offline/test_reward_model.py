@@ -12,7 +12,7 @@ import pytest
 import torch
 from chat_data import TOOL, asked, write_lines
 from pair_data import answer, qwen, scored, write_pairs
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from agentrl.cli.export import export_command
 from agentrl.cli.offline import reward_model_command
@@ -148,10 +148,12 @@ def test_the_end_of_a_turn_is_no_padding(
     padding = int(load.partition("pad_token_id=")[2].partition(")")[0])
     plain = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged").eval()
     assert plain.config.pad_token_id == padding
-    row = model._tokens(traced(chats(3001)[0]))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged")
+    rows = [model._tokens(traced(messages)) for messages in chats(3001)]
+    assert len(rows[0]) != len(rows[1])
     with torch.no_grad():
-        [[found]] = plain(input_ids=torch.tensor([row])).logits.tolist()
-    assert score(model, chats(3001)[:1]) == pytest.approx([found], abs=1e-5)
+        found = plain(**tokenizer.pad({"input_ids": rows}, return_tensors="pt")).logits[:, 0]
+    assert score(model, chats(3001)) == pytest.approx(found.tolist(), abs=1e-5)
 
 
 def test_regression_learns_scores(tmp_path: Path) -> None:

@@ -169,12 +169,25 @@ def test_a_run_goes_back_to_a_kept_step(whole: Whole, tmp_path: Path) -> None:
     root = shutil.copytree(whole.folder.root, tmp_path / "first")
     assert train(tmp_path, Path(f"{root}@6")).steps == 8
     folder = RunFolder(root)
+    assert len([*folder.checkpoints.glob("superseded-step-00000008-*")]) == 1
     assert weights(folder) == weights(whole.folder)
     assert losses(folder) == losses(whole.folder)
     assert json.loads(folder.summary.read_text())["seconds"] == pytest.approx(
         sum(row.get(f"seconds/{what}", 0) for row in folder.read_metrics()
             for what in ("update", "evaluation")), abs=0.01,
     )  # fmt: skip
+
+
+def test_pruning_leaves_what_would_be_the_best_of_each_checkpoint(tmp_path: Path) -> None:
+    run: Any = OfflineRun.__new__(OfflineRun)
+    run.folder = RunFolder(tmp_path)
+    run.held_out_losses = {0: 5.0, 1: 3.5, 2: 3.0, 3: 4.0, 4: 2.0, 5: 9.0, 6: 8.0}
+    (run.folder.checkpoints / "step-00000003").mkdir(parents=True)
+    for step in run.held_out_losses:
+        run.folder.adapter_version("policy", step).mkdir(parents=True)
+    run.prune(1)
+    kept = sorted(path.name for path in (run.folder.adapters / "policy").iterdir())
+    assert kept == ["v000002", "v000003", "v000004", "v000006"]
 
 
 def test_a_step_whose_loss_was_not_finite_is_left_out_of_the_report(whole: Whole) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ from store_records import call_of, claimed, start_run
 
 from agentrl.rewards import Trace, group_reward
 from agentrl.scoring.functions import RewardFunction, ScoringContext
-from agentrl.scoring.scorer import Scorer
+from agentrl.scoring.scorer import Scorer, _event_loop
 from agentrl.scoring.trace import read_traces
 from agentrl_tracer.conventions import NOTE_DATA, NOTE_NAME, NOTE_SPAN
 from agentrl_tracer.schemas import AttemptState, Json, Policies, Reward, Rollout, Span
@@ -136,6 +137,15 @@ def test_scorers_have_one_event_loop(score: Score) -> None:
     score(asks, again=True)
     assert len(loops) == 8
     assert len({*map(id, loops)}) == 1
+
+
+def test_a_forked_child_has_a_loop_of_its_own() -> None:
+    """The parent's runs in a thread that the child does not have."""
+    _event_loop()
+    if (child := os.fork()) == 0:
+        done = asyncio.run_coroutine_threadsafe(asyncio.sleep(0, 7), _event_loop())
+        os._exit(done.result(20))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
 def test_none_is_no_reward_and_not_zero(score: Score) -> None:

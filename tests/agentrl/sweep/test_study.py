@@ -123,8 +123,8 @@ def test_a_sweep_ends_where_trials_have_no_value_and_says_why(
 
 @pytest.mark.parametrize("name", ["small-000", "small-012", "small-001-2"])
 def test_other_runs_are_not_taken_for_its_own(tmp_path: Path, name: str) -> None:
-    sweep = SmallSweep(tmp_path, metric="reward/mean", space={"learning.rank": [4]})
-    for one in (name, "small-1", "smaller-000"):
+    sweep = SmallSweep(tmp_path, metric="reward/mean", trials=13, space={"learning.rank": [4]})
+    for one in ("small-1", "smaller-000", "small-013", "small-20261130-101010", name):
         (sweep.root / one).mkdir(parents=True)
     with pytest.raises(ConfigError, match=rf"name: .*{name} is no run of this sweep"):
         sweep_command("--config", str(sweep.file), "--name", "small")
