@@ -106,9 +106,7 @@ def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path: Path, s
 def test_numbers_of_yaml_are_those_of_toml(tmp_path: Path) -> None:
     """To YAML 1.1, 1e-6 is text, which the prices of a model may not be."""
     file = tmp_path / "c.yml"
-    params = (
-        "{input_cost_per_token: 1e-6, top_k: 6E1, seed: 1e, top_p: .5e+0, user: 1e-4-lr}"
-    )
+    params = "{input_cost_per_token: 1e-6, top_k: 6E1, seed: 1e, top_p: .5e+0, user: 1e-4-lr}"
     file.write_text(f"models: {{judge: {{model: openai/x, params: {params}}}}}\n")
     assert train("--config", str(file)).models["judge"].params == {
         "input_cost_per_token": 1e-6, "top_k": 60.0, "seed": "1e", "top_p": 0.5,
