@@ -38,8 +38,9 @@ def runner_command(*tokens: Tokens) -> None:
         run = _find_run(store, settings.run.id)
         if run["state"] == "running":
             run = _run_until_it_ends(settings, store, run)
-    if run["state"] in ("failed", "interrupted"):
+    if run["state"] != "running":
         print_line(f"{run['name']} is {run['state']}: there are no more rollouts to run")
+    if run["state"] in ("failed", "interrupted"):
         sys.exit(1)
 
 

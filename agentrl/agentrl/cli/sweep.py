@@ -45,15 +45,12 @@ def sweep_command(*tokens: Tokens) -> None:
         raise ConfigError(f"name: {shown(folder.root)} is a run; give the sweep another --name")
     folder.lock()
     study = open_study(folder, config, steps)
-    own = {
-        run
-        for trial in study.get_trials(deepcopy=False)
-        for run in trial.user_attrs.get("runs", ())
-    }
+    trials = study.get_trials(deepcopy=False)
+    own = {run for trial in trials for run in trial.user_attrs.get("runs", ())}
     alike = re.compile(rf"{re.escape(name)}-(\d{{3,}})(-\d+)?")
     for path in sorted(config.run.folder.iterdir()):
-        found = alike.fullmatch(path.name)
-        if found and int(found[1]) < study.user_attrs["total"] and path.name not in own:
+        trial = alike.fullmatch(path.name)
+        if trial and int(trial[1]) < study.user_attrs["total"] and path.name not in own:
             raise ConfigError(
                 f"name: {shown(path)} is no run of this sweep, and has the name of one; give the "
                 "sweep another --name"
@@ -62,12 +59,12 @@ def sweep_command(*tokens: Tokens) -> None:
     end_in_order(lambda: f"go on with:  {shlex.join(again)}", within_s=None)
     print_line((f"sweep folder {folder.root}", "dim"))
     Sweep(folder, config, space, study, steps).run()
-    results = SweepResults(study, folder)
-    if results.best is None:
+    found = SweepResults(study, folder)
+    if found.best is None:
         raise RuntimeError("no trial is complete, so there is no best configuration")
     from agentrl.ui.sweep_files import write_pictures
 
-    for path in write_pictures(folder, results):
+    for path in write_pictures(folder, found):
         print_line(f"wrote {shown(path)}")
-    print_line(f"best: trial {results.best.number}, {results.metric} {figure_of(results.best)}")
-    print_line("train it:  ", (results.best_command, "bold cyan"))
+    print_line(f"best: trial {found.best.number}, {found.metric} {figure_of(found.best)}")
+    print_line("train it:  ", (found.best_command, "bold cyan"))

@@ -113,7 +113,8 @@ def check_train(config: TrainConfig) -> None:
             config.guards.on_collapse == "roll_back", 'guards.on_collapse = "roll_back"',
         ),
         "learning.init_optimizer": (
-            config.learning.init_adapter is not None, "learning.init_adapter, which may have one",
+            config.learning.init_adapter is not None,
+            "learning.init_adapter, whose optimizer it is",
         ),
         "rollouts.stale": (rollouts.max_staleness > 0, "a max_staleness above 0"),
         "tinker": (config.run.backend == "tinker", 'run.backend = "tinker"'),
@@ -294,7 +295,8 @@ def check_offline(config: OfflineConfig) -> None:
         "preference.gamma": (loss == "simpo", "preference.loss simpo"),
         "evaluation.patience": (data.held_out is not None, "data.held_out, whose loss it looks at"),
         "learning.init_optimizer": (
-            config.learning.init_adapter is not None, "learning.init_adapter, which may have one",
+            config.learning.init_adapter is not None,
+            "learning.init_adapter, whose optimizer it is",
         ),
     })  # fmt: skip
     _refuse(

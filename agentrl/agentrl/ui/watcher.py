@@ -20,6 +20,7 @@ from agentrl_tracer.store import StoreError
 log = logging.getLogger("agentrl")
 
 _PERIOD_S = 1.0
+_TICK_S = 0.1
 _FORGET_S = 30.0  # without a page that looks
 _REST_S = 0.02  # between two steps of filling: a training beside it must not notice
 
@@ -87,8 +88,14 @@ class Watcher:
             if known.signature and known.version != seen:
                 seen = known.version
                 yield
-                await asyncio.sleep(2 * _PERIOD_S)  # what comes meanwhile is told afterwards
-            await asyncio.sleep(_PERIOD_S / 2)
+                await self._rest(2 * _PERIOD_S)  # what comes meanwhile is told afterwards
+            await self._rest(_PERIOD_S / 2)
+
+    async def _rest(self, seconds: float) -> None:
+        """Sleep, no longer than until the end."""
+        for _ in range(max(1, round(seconds / _TICK_S))):
+            if not self._ended.is_set():
+                await asyncio.sleep(_TICK_S)
 
     def _work(self) -> None:
         if sys.platform == "linux":  # where threads have priorities of their own

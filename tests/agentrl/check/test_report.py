@@ -74,6 +74,7 @@ def test_every_line() -> None:
     assert found["tokens"][2] == "no answer contains reasoning"
     assert found["success"][0].startswith("25% of 4 rollouts of 2 tasks earn at least 1 (95 %")
     assert found["success"][0].endswith(", pass@2 50%")
+    assert found["success"][1].startswith("1 of 4 rollouts have no reward: return a number")
     assert found["memory"][0].endswith(" free on cpu: fits")
     assert found["memory"][1].endswith("KV cache of 54 tokens")  # 3 runners, 18 tokens each
     # 4 rollouts took 2 s, one after the other: 64 take 32 s.

@@ -33,6 +33,12 @@ def test_a_checkpoint_by_step_is_compared_with_the_base_model(tmp_path: Path) ->
         "--adapter-path", f"{run.root}@3", "--adapter-path", "base", "--by", "level",
         "--fail-under", 0.9, "--runs", tmp_path, "--runners", 1,
     )  # fmt: skip
+    missing = agentrl(
+        "eval", f"{HELLO / 'agent.py'}:agent", "--tasks", tmp_path / "tasks.jsonl",
+        "--adapter-path", "base", "--adapter-path", f"{run.root}@99", "--runs", tmp_path / "none",
+    )  # fmt: skip
+    assert missing.returncode == 2
+    assert not (tmp_path / "none").exists()  # nothing ran before it was looked for
     said = f"{run.root}@3 was trained with --max-tokens 9, and is evaluated with 256"
     assert said in " ".join(done.stdout.split())
     assert done.returncode == 1, done.stdout + done.stderr

@@ -145,6 +145,7 @@ def test_the_reference_is_what_the_adapter_started_from(
         (["--data", "a", "--by", "feedback"], "data.by: has no effect without"),
         (["--data", "a", "--gamma", "2"], "preference.gamma: has no effect without"),
         (["--data", "a", "--loss", "kto", "--batch-size", "1"], "learning.batch_size: kto"),
+        (["--data", "a", "--init-optimizer"], "learning.init_optimizer: has no effect without"),
         (["--data", "a", "--patience", "1"], "evaluation.patience: has no effect without"),
         (["--data", "bad.jsonl"], r"bad.jsonl, line 2: rejected: messages\[1\]"),
     ],

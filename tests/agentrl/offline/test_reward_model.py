@@ -156,6 +156,11 @@ def test_the_end_of_a_turn_is_no_padding(
     assert score(model, chats(3001)) == pytest.approx(found.tolist(), abs=1e-5)
 
 
+def test_no_optimizer_has_its_head() -> None:
+    with pytest.raises(ConfigError, match="init_optimizer: a reward model has a score head"):
+        reward_model_command("--data", "a", "--init-adapter", "b", "--init-optimizer")
+
+
 def test_regression_learns_scores(tmp_path: Path) -> None:
     records = [one for number in range(100, 148) for one in scored(number)]
     data = write_lines(tmp_path / "scores.jsonl", records)

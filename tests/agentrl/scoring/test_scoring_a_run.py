@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -100,7 +101,10 @@ def test_a_new_reward_counts_beside_the_old_ones_and_is_found(
     before = {row["id"]: row["reward"] for row in rows(opened)}
     rescore(copy, "right", where='purpose == "train"')
     after = rows(opened, 'purpose == "train" and status == "completed"')
-    assert f"{len(after)} of 24 rollouts were scored" in capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"{len(after)} of 24 rollouts were scored" in said
+    paid = sum(row["reward"] is not None for row in after)
+    assert re.search(rf"mean total reward \S+ of \d+ → \S+ of {paid} rollouts; what counts", said)
     for row in after:
         old = before[row["id"]]
         assert row["reward"] == (None if old is None else old + row["rewards"]["right"])

@@ -105,8 +105,8 @@ def test_the_writers_own_reads_are_of_now_and_leave_nothing_open(tmp_path: Path)
 
 
 def test_to_open_a_store_again_keeps_the_locks_of_the_first(tmp_path: Path) -> None:
-    """Without them another process, when it ends, takes itself for the last one and deletes the
-    log, in which this one goes on to write what nobody else sees."""
+    """Without locks, another process that ends deletes the log in use. Nobody else sees what this
+    one writes then."""
     path = tmp_path / "store.db"
     with closing(Store(str(path))) as first:
         run_id = start_run(first)

@@ -347,7 +347,7 @@ class Database:
         """Bring the schema to ``HEAD``; a new file gets its folder."""
         if file:
             Path(file).parent.mkdir(parents=True, exist_ok=True)
-            # Not one that exists: closing it drops the locks that other stores here hold on it.
+            # Never open a file that exists: closing it drops this process's locks on it.
             with suppress(OSError):  # SQLite says what is wrong; its log gets the same mode
                 Path(file).touch(0o600, exist_ok=False)
         with self.read() as connection:

@@ -98,5 +98,5 @@ class OfflineRunSettings(NewRunSettings):
     keep_checkpoints: Count = 2
     """Newest checkpoints to keep."""
     keep_adapters: Count | None = None
-    """Newest adapters to keep, of the one that each measure saves; by default all. The best one,
-    those of kept checkpoints, and folders that hold a file named keep stay."""
+    """Newest adapters to keep; each measure saves one. By default all. The best one, those of kept
+    checkpoints, the best as of each of these, and folders that hold a file named keep stay."""
