@@ -17,10 +17,14 @@ _VERSION = 1
 """Of the converted folder; another number makes it anew."""
 
 
+def cache_folder() -> Path:
+    """Return the user's folder of what can be made again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "agentrl"
+
+
 def smollm2_folder() -> Path:
     """Return where the files of ``smollm2-135m`` are, once they are made."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "agentrl"
-    return cache / f"{SMOLLM2}-{_VERSION}"
+    return cache_folder() / f"{SMOLLM2}-{_VERSION}"
 
 
 def check_name(name: object, field: str | None = None, *, dots: bool = True) -> str:

@@ -275,7 +275,7 @@ def test_a_failure_fails_its_requests_only(engine, monkeypatch, what) -> None:
 
     first = started(engine, max_tokens=400) if what == "forward" else None
     if first:
-        monkeypatch.setattr(engine._scheduler.forward, "_prepare", fail)
+        monkeypatch.setattr(engine._scheduler.forward, "_places", fail)
     else:
         monkeypatch.setattr(engine._scheduler.current[None].branches[0].filling, "reserve", fail)
     answer = (first or Asked(engine, prompt(1, 9), SampleParams(max_tokens=4))).one()

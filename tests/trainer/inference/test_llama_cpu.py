@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 from model_zoo import tiny_model
 from small_models import Asked, as_base, llama, make_adapter, qwen3, worst_difference
 from transformers import PreTrainedModel
@@ -21,7 +18,7 @@ from transformers.models.ministral3 import Ministral3Config, Ministral3ForCausal
 
 from agentrl_trainer.inference import SampleParams, SamplerEngine, linear_products, llama_cpu
 from agentrl_trainer.inference.linear_products import FusedLinear, Int8Linear, can_pack
-from agentrl_trainer.inference.llama_cpu import BLOCK, LlamaCpuForward, RmsNorm, split_blocks
+from agentrl_trainer.inference.llama_cpu import LlamaCpuForward
 from agentrl_trainer.inference.requests import RequestError
 from agentrl_trainer.models.sources import ModelError
 
@@ -146,27 +143,11 @@ def test_merged_weights_are_freed_at_rest_and_made_again(engine, base, tmp_path:
 
 
 def test_many_rows_of_mixed_lengths_while_an_adapter_is_swapped(
-    engine_of, base, tmp_path: Path, monkeypatch
+    engine_of, base, tmp_path: Path
 ) -> None:
-    """Products by oneDNN (where there is AVX-512), attention in blocks, versions side by side."""
-    split: list[int] = []
-    disordered: list[str] = []
-
-    def blocks(lengths, view):
-        found = split_blocks(lengths, view)
-        split.append(len(found))
-        return found
-
-    def look() -> None:
-        for lane, branch in [(x, b) for x in engine._scheduler.lanes for b in x.branches]:
-            lengths = [len(s.tokens) for s in branch.decoding]
-            chunks = [lengths[i : i + BLOCK] for i in range(0, len(lengths), BLOCK)]
-            if any(max(a) > min(b) for a, b in itertools.pairwise(chunks)):
-                disordered.append(f"{lane.version}: {chunks}")
-
-    monkeypatch.setattr(llama_cpu, "split_blocks", blocks)
+    """Products by oneDNN (where there is AVX-512), versions side by side."""
     references = {v: make_adapter(base, tmp_path / f"v{v}", seed=v) for v in (1, 2)}
-    engine = engine_of(base, after_round=look, prefill_chunk=1024)
+    engine = engine_of(base, prefill_chunk=1024)
     draw = random.Random(0)
     asked: list[Asked] = []
     for version in (1, 2):
@@ -183,26 +164,6 @@ def test_many_rows_of_mixed_lengths_while_an_adapter_is_swapped(
         (version,) = answer.versions
         assert worst_difference(references[version], a.prompt, answer) < 1e-5
     assert set().union(*(a.one().versions for a in asked)) == {1, 2}
-    assert max(split) > 1
-    assert not disordered
-
-
-@given(st.lists(st.integers(1, 2000), min_size=1, max_size=70))
-def test_blocks_reach_every_token_of_their_rows(lengths: list[int]) -> None:
-    view = max(lengths) + 9
-    blocks = split_blocks(lengths, view)
-    assert [0, *(end for _, end, _ in blocks)] == [*(first for first, _, _ in blocks), len(lengths)]
-    for first, end, reach in blocks:
-        assert first < end
-        assert max(lengths[first:end]) < reach <= view
-
-
-@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
-def test_norm_is_rms_norm(scale: float) -> None:
-    x = torch.randn(5, 3, 16) * scale
-    weight = torch.randn(3, 16)
-    expected = F.rms_norm(x, (16,), None, 1e-6) * weight
-    torch.testing.assert_close(RmsNorm(weight, 1e-6)(x), expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("rows", [1, 15, 16, 70])

@@ -213,6 +213,10 @@ class KVRows(Rows, Cache):
         batch = len(keys)
         return stored_k[:batch, :, : self.view], stored_v[:batch, :, : self.view]
 
+    def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return all keys and values ``[rows, heads, time, dim]``, not of the stem."""
+        return self._keys[layer], self._values[layer]
+
     def load(self, row: int, source: Stored, length: int) -> None:
         assert isinstance(source, KV)
         source.copy_to(self._keys[:, row], self._values[:, row], self.first, length)

@@ -13,9 +13,8 @@ Shapes: B rows, T new tokens, H query and G key heads, D head size.
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -24,15 +23,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from agentrl_trainer.inference.batched_forward import BatchedForward
+from agentrl_trainer.inference.cpu_kernels import Heads, Places, cpu_kernels
 from agentrl_trainer.inference.kv_cache import KVRows, Part
 from agentrl_trainer.inference.linear_products import FusedLinear, Int8Linear, can_pack
-from agentrl_trainer.models import stem_attention
 from agentrl_trainer.models.loading import BaseModel
-
-BLOCK = 16
-"""Rows that a decode step attends over together, as far as the longest of them."""
-_WORTH = 1024
-"""Padding tokens that must be saved for a block to be computed by itself."""
 
 _PARTS = {
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
@@ -42,32 +36,6 @@ _PARTS = {
 _HEAD_NORMS = {"self_attn.q_norm", "self_attn.k_norm"}
 _STEP = 256
 """Rotary angles are computed for this many more positions at a time."""
-
-
-class RmsNorm:
-    """RMSNorm (arXiv:1910.07467) over the last dimension, in four operations; torch's takes seven
-    on a CPU."""
-
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        size = weight.shape[-1]
-        # x / sqrt(|x|²/n + eps) = x sqrt(n) / hypot(|x|, sqrt(n eps))
-        self._weight = weight * math.sqrt(size)
-        self._least = weight.new_tensor(math.sqrt(size * eps))
-
-    def __call__(self, x: Tensor) -> Tensor:
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return torch.div(x, torch.hypot(length, self._least)).mul_(self._weight)
-
-
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """What attention needs of a part: its rows, B, T, its mask, and its blocks if T is 1."""
-
-    rows: KVRows
-    batch: int
-    new: int
-    mask: Tensor
-    blocks: list[tuple[int, int, int]]
 
 
 class LlamaCpuForward(BatchedForward):
@@ -85,33 +53,37 @@ class LlamaCpuForward(BatchedForward):
     def __init__(
         self, base: BaseModel, options: dict[str, Any], *, keep_weights: bool = True
     ) -> None:
+        if base.device.type != "cpu":
+            raise ValueError(f"it is on {base.device}")
         super().__init__(base, options)
-        self._adds_mask = True
-        self.takes_stems = stem_attention.available and base.device.type == "cpu"
         decoder = cast(Any, base.model.get_decoder())
         require_known_parts(base.model, decoder)
         first = decoder.layers[0].self_attn
-        self._dim: int = first.head_dim
-        self._queries = first.q_proj.out_features // self._dim
-        self._keys = first.k_proj.out_features // self._dim
-        self._eps: float = base.model.config.get_text_config().rms_norm_eps
-        self._scaling: float = first.scaling
+        self._heads = Heads(
+            queries=first.q_proj.out_features // first.head_dim,
+            keys=first.k_proj.out_features // first.head_dim,
+            dim=first.head_dim,
+            scale=first.scaling,
+            eps=base.model.config.get_text_config().rms_norm_eps,
+        )
+        self._kernels = cpu_kernels(self._heads)
+        self.takes_stems = self._kernels.takes_stems
         self._embedding: Tensor = decoder.embed_tokens.weight.data
         self._rotary = decoder.rotary_emb
         self._angles = (torch.empty(0), torch.empty(0))
-        self._last_norm = RmsNorm(decoder.norm.weight.data, self._eps)
-        self._norms: list[tuple[RmsNorm, RmsNorm | None, RmsNorm]] = []
+        """Cosines and signed sines [positions, D]."""
+        self._last_norm: Tensor = decoder.norm.weight.data
+        self._norms: list[tuple[Tensor, tuple[Tensor, Tensor] | None, Tensor]] = []
+        """Weights before attention, of queries' and keys' heads, and before the MLP."""
         groups: list[list[nn.Linear]] = []
         for layer in decoder.layers:
             attention, mlp = layer.self_attn, layer.mlp
-            around = (layer.input_layernorm, layer.post_attention_layernorm)
-            before_attention, before_mlp = (RmsNorm(n.weight.data, self._eps) for n in around)
             of_heads = None
-            if hasattr(attention, "q_norm"):  # of queries and keys together, weights [H + G, D]
-                own = (attention.q_norm, self._queries), (attention.k_norm, self._keys)
-                weights = [norm.weight.data.expand(count, self._dim) for norm, count in own]
-                of_heads = RmsNorm(torch.cat(weights), self._eps)
-            self._norms.append((before_attention, of_heads, before_mlp))
+            if hasattr(attention, "q_norm"):
+                of_heads = attention.q_norm.weight.data, attention.k_norm.weight.data
+            before = layer.input_layernorm, layer.post_attention_layernorm
+            around = [norm.weight.data for norm in before]
+            self._norms.append((around[0], of_heads, around[1]))
             groups += [
                 [attention.q_proj, attention.k_proj, attention.v_proj],
                 [attention.o_proj],
@@ -182,109 +154,51 @@ class LlamaCpuForward(BatchedForward):
         return [product.adapted([loras.get(name) for name in names]) for names, product in pairs]
 
     def __call__(self, parts: Sequence[Part]) -> list[Tensor]:
-        works: list[_Work] = []
-        tokens: list[Tensor] = []
-        places: list[Tensor] = []
-        for part in parts:
-            ids, positions = self._prepare(part)
-            rows, (batch, new) = cast(KVRows, part.rows), ids.shape
-            own, starts = positions - rows.first, [at - rows.first for at in part.starts]
-            blocks = split_blocks(starts, rows.view) if new == 1 else []
-            works.append(_Work(rows, batch, new, self._mask(own, rows.view), blocks))
-            tokens.append(ids.flatten())
-            places.append(positions.flatten())
-        sizes = [work.batch * work.new for work in works]
-        cos, sin = self._rotation(
-            _joined(places), max(work.rows.first + work.rows.view for work in works)
-        )
+        tokens = [token for part in parts for chunk in part.chunks for token in chunk]
+        lengths = [[len(chunk) for chunk in part.chunks] for part in parts]
+        sizes = [sum(own) for own in lengths]
+        hidden = F.embedding(torch.tensor(tokens), self._embedding)
+        places = [self._places(part) for part in parts]
         products = self.products or [self._base_product(i) for i in range(len(self._groups))]
-        hidden = F.embedding(_joined(tokens), self._embedding)
-        for index, (before_attention, of_heads, before_mlp) in enumerate(self._norms):
-            qkv, out, gate_up, down = products[4 * index : 4 * index + 4]
-            x = qkv(before_attention(hidden)).view(len(hidden), -1, self._dim)
-            qk, v = x[:, : self._queries + self._keys], x[:, self._queries + self._keys :]
-            if of_heads is not None:
-                qk = of_heads(qk)
-            # Rolling by half is rotate_half but for the sign, which is in ``sin``.
-            qk = torch.addcmul(qk * cos, qk.roll(self._dim // 2, -1), sin)
-            of_parts = zip(works, qk.split(sizes), v.split(sizes), strict=True)
-            attended = _joined([self._attend(work, index, qk, v) for work, qk, v in of_parts])
-            hidden = out.plus(attended, hidden)
-            gate, up = gate_up(before_mlp(hidden)).chunk(2, -1)
-            hidden = down.plus(F.silu(gate).mul_(up), hidden)
-        of_parts = zip(works, hidden.split(sizes), strict=True)
-        last = _joined([own.view(work.batch, work.new, -1)[:, -1] for work, own in of_parts])
-        logits = products[-1](self._last_norm(last))
-        return list(logits.split([work.batch for work in works]))
+        for layer, (before_attention, of_heads, before_mlp) in enumerate(self._norms):
+            qkv, out, gate_up, down = products[4 * layer : 4 * layer + 4]
+            x = qkv(self._kernels.rms_norm(hidden, before_attention)).split(sizes)
+            each = zip(parts, x, places, strict=True)
+            attended = [self._attend(layer, of_heads, part, x, to) for part, x, to in each]
+            hidden = out.plus(_joined(attended), hidden)
+            gates = gate_up(self._kernels.rms_norm(hidden, before_mlp))
+            hidden = down.plus(self._kernels.silu_mul(gates), hidden)
+        ends = torch.tensor([*itertools.accumulate(n for own in lengths for n in own)])
+        last = hidden.index_select(0, ends - 1)
+        logits = products[-1](self._kernels.rms_norm(last, self._last_norm))
+        return list(logits.split([len(part.chunks) for part in parts]))
 
-    def _attend(self, work: _Work, layer: int, qk: Tensor, v: Tensor) -> Tensor:
-        """[B * T, H * D], of queries and keys [B * T, H + G, D] and values [B * T, G, D]."""
-        q, k = qk[:, : self._queries], qk[:, self._queries :]
-        shape = work.batch, work.new
-        keys, values = work.rows.write(layer, k.unflatten(0, shape), v.unflatten(0, shape))
-        stem, new = work.rows.stem, work.new
-        found = [
-            self._attend_own(
-                q[a * new : b * new], keys[a:b, :, :view], values[a:b, :, :view],
-                work.mask[a:b, ..., :view], mass=stem is not None,
-            )
-            for a, b, view in work.blocks or [(0, work.batch, work.rows.view)]
-        ]  # fmt: skip
-        out, *masses = map(_joined, zip(*found, strict=True))
-        if stem is None:
-            return out.flatten(1)
-        before = (x[layer, :, : work.rows.first] for x in (stem.keys, stem.values))
-        seen, mass = stem_attention.over_stem(q, *before, scale=self._scaling)
-        return out.lerp(seen, torch.sigmoid(mass - masses[0])[..., None]).flatten(1)
-
-    def _attend_own(
-        self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, *, mass: bool
-    ) -> list[Tensor]:
-        """[B * T, H, D], and with ``mass`` the logarithms of the weights' sums [B * T, H]."""
-        batch, groups, new = len(keys), keys.shape[1], mask.shape[2]
-        if new == 1:  # heads of a group stand in for query positions: keys are read once for them
-            q = q.view(batch, groups, -1, self._dim)
-            mask = mask.expand(-1, -1, q.shape[2], -1)
-        else:
-            q = q.view(batch, new, -1, self._dim).transpose(1, 2)
-        if mass:
-            found = stem_attention.flash(q, keys, values, attn_mask=mask, scale=self._scaling)
-        else:
-            attention = F.scaled_dot_product_attention
-            found = [attention(q, keys, values, mask, scale=self._scaling, enable_gqa=True)]
-        by_head = (x.reshape(batch, -1, new, *x.shape[3:]) for x in found)
-        return [x.transpose(1, 2).flatten(0, 1) for x in by_head]
-
-    def _rotation(self, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:
-        """Cosines and signed sines, each [B * T, 1, D], at positions below ``end``."""
+    def _places(self, part: Part) -> Places:
+        starts = zip(part.starts, map(len, part.chunks), strict=True)
+        spans = [range(start, start + length) for start, length in starts]
+        rows = [row for row, span in enumerate(spans) for _ in span]
+        positions = torch.tensor([at for span in spans for at in span])
+        end = max(span.stop for span in spans)
         if end > len(self._angles[0]):
-            at = torch.arange(-(-end // _STEP) * _STEP, device=positions.device)
+            at = torch.arange(-(-end // _STEP) * _STEP)
             cos, sin = (x[0] for x in self._rotary(self._embedding, at[None]))
-            half = self._dim // 2
-            signed = torch.cat([-sin[:, :half], sin[:, half:]], -1)
-            self._angles = (cos[:, None].contiguous(), signed[:, None])
-        cos, sin = self._angles
-        return cos.index_select(0, positions), sin.index_select(0, positions)
+            half = self._heads.dim // 2
+            self._angles = cos.contiguous(), torch.cat([-sin[:, :half], sin[:, half:]], -1)
+        cos, sin = (x.index_select(0, positions) for x in self._angles)
+        return Places(torch.tensor(rows), positions - part.rows.first, cos, sin)
+
+    def _attend(
+        self, layer: int, norms: tuple[Tensor, Tensor] | None, part: Part, x: Tensor, to: Places
+    ) -> Tensor:
+        rows = cast(KVRows, part.rows)
+        stem = None
+        if rows.stem is not None:
+            stem = rows.stem.keys[layer, :, : rows.first], rows.stem.values[layer, :, : rows.first]
+        return self._kernels.attend(x, to, rows.of_layer(layer), stem, norms)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
-
-
-def split_blocks(lengths: Sequence[int], view: int) -> list[tuple[int, int, int]]:
-    """Return (first row, end, tokens to attend to) of blocks of rows, longer from one to the next.
-
-    ``lengths``: tokens of each row before the new one; every ``BLOCK`` rows are at most as long as
-    the next ones.
-    """
-    found: list[tuple[int, int, int]] = []
-    end, reach = len(lengths), view
-    for start in range((end - 1) // BLOCK * BLOCK, 0, -BLOCK):
-        before = max(lengths[:start]) + 1
-        if (reach - before) * start >= _WORTH:
-            found.append((start, end, reach))
-            end, reach = start, before
-    return [(0, end, reach), *reversed(found)]
 
 
 def require_known_parts(model: PreTrainedModel, decoder: Any) -> None:

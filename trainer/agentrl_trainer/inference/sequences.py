@@ -23,7 +23,6 @@ from agentrl_trainer.inference.adapter_swap import PreparedAdapter
 from agentrl_trainer.inference.forward import Forward
 from agentrl_trainer.inference.grammar import GrammarState
 from agentrl_trainer.inference.kv_cache import Rows
-from agentrl_trainer.inference.llama_cpu import BLOCK
 from agentrl_trainer.inference.prefix_cache import KV, MIN_PREFIX, KVPool, Prefix, Stored
 from agentrl_trainer.inference.requests import FinishReason, SampleRequest
 from agentrl_trainer.models.prefix_attention import common_prefix, longer_prefix
@@ -34,8 +33,6 @@ _HEADROOM = 64
 """Tokens that every sequence is expected to grow by: a full pool would preempt at once."""
 _SHORTEST_STEM = 512
 """What shorter prompts share is copied into the row of each."""
-_STEM_STEP = 16
-"""Lengths of stems are multiples of it, so that attention can halve and quarter them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -193,8 +190,7 @@ class Lane:
             stem = self.pool.keep_whole(self, tokens[:shared], source)
             if stem is not None:
                 stem.in_use = lambda: any(b.resident for b in self.branches if b.stem is stem)
-                even = shared // _STEM_STEP * _STEM_STEP
-                self.branches.append(best := Branch(self, stem, even))
+                self.branches.append(best := Branch(self, stem, shared))
         return best
 
     def forget_branches(self) -> None:
@@ -221,11 +217,7 @@ class Branch:
     jobs: list[Prefill] = field(init=False)
     """They own the rows of ``filling``."""
     decoding: list[Sequence] = field(init=False)
-    """They own the rows of ``rows``.
-
-    Every ``BLOCK`` rows are at most as long as the next ones. Rows grow together, which keeps that
-    order, and attention over a block of short rows need not look as far as the longest row.
-    """
+    """They own the rows of ``rows``."""
 
     def __post_init__(self) -> None:
         pool, forward = self.lane.pool, self.lane.forward
@@ -299,7 +291,7 @@ class Branch:
         for seq in living:
             time = max([length + 1, *(len(s.tokens) for s in to.decoding)])
             if to.rows.reserve(len(to.decoding) + 1, time, force=force):
-                to._join(seq, self.filling.peek(row, length))
+                to.rows.load(to.rows.append(seq), self.filling.peek(row, length), seq.held)
             else:
                 refused.append(seq)
         if (refused or not living) and self.lane.current and not job.failed:
@@ -316,28 +308,7 @@ class Branch:
             self.rows.scrub(row)
         elif keep and self.lane.current:
             self.lane.pool.keep(self.lane, seq.tokens[:-1], self.rows.peek(row, seq.held))
-        # The shortest row of each later block moves one block down, the last row into the hole.
-        for start in range(row - row % BLOCK + BLOCK, len(self.decoding), BLOCK):
-            shortest = min(self._block(start), key=lambda at: self.decoding[at].held)
-            self.rows.move(shortest, row)
-            row = shortest
         self.rows.remove(row)
-
-    def _join(self, seq: Sequence, kv: Stored) -> None:
-        """Give ``seq`` a row; ``kv`` holds all its tokens but the last."""
-        row = self.rows.append(seq)
-        # The longest row of each earlier block that is longer moves one block up.
-        for start in range(row - row % BLOCK - BLOCK, -1, -BLOCK):
-            longest = max(self._block(start), key=lambda at: self.decoding[at].held)
-            if self.decoding[longest].held <= seq.held:
-                break
-            self.rows.move(longest, row)
-            row = longest
-        self.rows.load(row, kv, seq.held)
-        self.decoding[row] = seq
-
-    def _block(self, start: int) -> range:
-        return range(start, min(start + BLOCK, len(self.decoding)))
 
     def drop_job(self, job: Prefill) -> None:
         row = self.jobs.index(job)

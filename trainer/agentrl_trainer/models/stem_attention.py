@@ -14,7 +14,6 @@ H heads, G key heads, D head size.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -23,12 +22,10 @@ from torch import Tensor
 
 flash: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 """Attention of queries [n, H, q, D] over [n, G, k, D]; returns the logarithms of the weights' sums
-[n, H, q] too. It is private to torch and may disappear; then stems are gathered, or not shared."""
+[n, H, q] too. It is private to torch and may disappear; then stems are gathered."""
 _flash_back: Any = getattr(
     torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None
 )
-_LONG = 1024
-"""Tokens of a piece of a stem, at least; merging shorter ones costs more than it saves."""
 available = flash is not None and _flash_back is not None
 
 
@@ -38,31 +35,6 @@ class Part(NamedTuple):
     queries: Tensor  # [n, q]
     keys: Tensor  # [n, k]
     mask: Tensor | None  # [n, 1, q, k], added to scores; None: causal
-
-
-def over_stem(
-    query: Tensor, keys: Tensor, values: Tensor, *, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Attend from tokens [U, H, D] to a whole stem, keys and values [G, P, D].
-
-    Heads of a group stand in for query positions of a long stem, so keys are read once for them;
-    and equal pieces of it are computed side by side, so all threads are equally busy.
-
-    Returns [U, H, D] and the logarithms of the weights' sums [U, H].
-    """
-    groups, length, _ = keys.shape
-    pieces = torch.get_num_threads() // math.gcd(torch.get_num_threads(), groups)
-    if length < _LONG * pieces or length % pieces:
-        found = flash(query.transpose(0, 1)[None], keys[None], values[None], scale=scale)
-        seen, mass = (x[0].transpose(0, 1) for x in found)
-        return seen, mass
-    q = query.unflatten(1, (groups, -1)).transpose(0, 1).flatten(1, 2)
-    parts = (x.unflatten(1, (pieces, -1)).transpose(0, 1) for x in (keys, values))
-    each, masses = flash(q.expand(pieces, *q.shape), *parts, scale=scale)
-    mass = masses.logsumexp(0)
-    seen = each.mul_((masses - mass).exp_()[..., None]).sum(0)
-    seen, mass = (x.unflatten(1, (len(query), -1)).transpose(0, 1) for x in (seen, mass))
-    return seen.flatten(1, 2), mass.flatten(1)
 
 
 def applies(query: Tensor, value: Tensor) -> bool:
