@@ -94,7 +94,7 @@ def fails_with(when: Callable[[list[list[int]]], bool]) -> Callable[..., dict[st
                     raise RuntimeError("out of memory")
             return forward(parts)
 
-        fail.new_rows = forward.new_rows  # type: ignore[attr-defined]
+        vars(fail).update(new_rows=forward.new_rows, ragged=forward.ragged)
         monkeypatch.setattr(engine._scheduler, "forward", fail)
         return {}
 
@@ -154,7 +154,7 @@ def test_a_prompt_is_read_in_the_forward_that_decodes_the_others(
         parts_of.append(len(parts))
         return forward(parts)
 
-    watched.new_rows = forward.new_rows  # type: ignore[attr-defined]
+    vars(watched).update(new_rows=forward.new_rows, ragged=forward.ragged)
     monkeypatch.setattr(engine._scheduler, "forward", watched)
     first = Asked(engine, prompt(1), SampleParams(max_tokens=200))
     first.first.wait(30)
@@ -177,7 +177,7 @@ def test_a_failure_that_comes_once_ends_nothing(
             raise RuntimeError("out of memory")
         return forward(parts)
 
-    fail.new_rows = forward.new_rows  # type: ignore[attr-defined]
+    vars(fail).update(new_rows=forward.new_rows, ragged=forward.ragged)
     monkeypatch.setattr(engine._scheduler, "forward", fail)
     asked = others(engine)
     assert ids_of(asked) == expected

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +11,7 @@ from small_models import byte_tokenizer
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from agentrl_trainer.inference.sequences import StopStrings, chunk_size
+from agentrl_trainer.inference.sequences import Prefill, StopStrings, chunk_sizes
 from agentrl_trainer.models.prefix_attention import common_prefix
 
 
@@ -59,8 +61,26 @@ def test_common_prefix(a: list[int], b: list[int]) -> None:
     assert common_prefix(a, b) == (min(len(a), len(b)) if slow is None else slow)
 
 
-@given(st.lists(st.integers(1, 3000), min_size=1, max_size=20), st.integers(16, 1024))
-def test_chunk_size_bounds_the_work(left: list[int], most: int) -> None:
-    size = chunk_size(left, most)
-    assert 1 <= size <= max(left)
-    assert size * len(left) <= max(most, len(left))
+@given(
+    st.lists(st.tuples(st.integers(1, 3000), st.integers(0, 9)), min_size=1, max_size=20),
+    st.integers(16, 1024),
+    st.booleans(),
+)
+def test_chunk_sizes_bound_the_work(given: list[tuple[int, int]], most: int, ragged: bool) -> None:
+    jobs = [
+        Prefill([0] * (left + held), [SimpleNamespace(admitted=-at)], held)
+        for at, (left, held) in enumerate(given)
+    ]
+    sizes = chunk_sizes(jobs, most, ragged=ragged)
+    assert all(1 <= sizes[job] <= len(job.tokens) - job.held for job in jobs)
+    if not ragged:
+        assert max(sizes.values()) * len(jobs) <= max(most, len(jobs))
+        return
+    left = sum(len(job.tokens) - job.held for job in jobs)
+    assert sum(sizes.values()) == min(left, max(most, len(jobs)))
+    oldest, *_, youngest = jobs[-1], jobs[0]
+    assert sizes[oldest] == len(oldest.tokens) - oldest.held or sizes[youngest] == 1
+
+
+def test_nothing_to_compute_has_no_chunks() -> None:
+    assert chunk_sizes([], 512, ragged=False) == chunk_sizes([], 512, ragged=True) == {}

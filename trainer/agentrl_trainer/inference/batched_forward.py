@@ -41,6 +41,8 @@ class BatchedForward:
         ValueError: some layers cache something else, or keys of several shapes.
     """
 
+    ragged = False
+    """Whether rows with few new tokens beside rows with many cost no more than these tokens."""
     takes_stems = False
     """Whether rows may begin with a stem that is held once."""
 

@@ -50,6 +50,8 @@ class LlamaCpuForward(BatchedForward):
         ValueError: the model has a part that is not known here.
     """
 
+    ragged = True
+
     def __init__(
         self, base: BaseModel, options: dict[str, Any], *, keep_weights: bool = True
     ) -> None:

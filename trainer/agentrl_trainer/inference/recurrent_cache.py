@@ -102,6 +102,7 @@ class RowByRowForward:
         self._options = options
         self.past = past
 
+    ragged = False
     takes_stems = False
 
     def new_rows(self, pool: KVPool, *_stem: object) -> Rows:

@@ -34,7 +34,7 @@ from agentrl_trainer.inference.requests import (
     Token,
 )
 from agentrl_trainer.inference.sampling import Picked, Steering, pick
-from agentrl_trainer.inference.sequences import Branch, Lane, Prefill, Sequence, chunk_size
+from agentrl_trainer.inference.sequences import Branch, Lane, Prefill, Sequence, chunk_sizes
 
 log = logging.getLogger(__name__)
 
@@ -215,10 +215,13 @@ class Scheduler:
             for branch, own in decoding
         ]
         filling = [(b, b.jobs[: self.prefill_chunk]) for b in lane.branches if b.jobs]
-        left = [len(j.tokens) - j.held for _, jobs in filling for j in jobs]
-        size = chunk_size(left, self.prefill_chunk) if left else 0
+        sizes = chunk_sizes(
+            [job for _, jobs in filling for job in jobs],
+            self.prefill_chunk,
+            ragged=self.forward.ragged,
+        )
         for branch, jobs in filling:
-            chunks = [j.tokens[j.held : j.held + size] for j in jobs]
+            chunks = [j.tokens[j.held : j.held + sizes[j]] for j in jobs]
             parts.append(Part(branch.filling, chunks, [j.held for j in jobs]))
         if not parts:
             return
@@ -232,7 +235,10 @@ class Scheduler:
                 if seq.ended is not None:
                     branch.leave(seq)
         for branch, jobs in filling:
-            self._prefilled(branch, jobs, size, next(logits))
+            for job in jobs:
+                job.held += sizes[job]
+                self.count.prefill_tokens += sizes[job]
+            self._prefilled(branch, jobs, next(logits))
 
     def _room_to_decode(self, branch: Branch) -> list[Sequence]:
         """Return the sequences that the pool has room for, for one more token each."""
@@ -246,13 +252,7 @@ class Scheduler:
             self._requeue([seq])
         return list(branch.decoding)
 
-    def _prefilled(
-        self, branch: Branch, jobs: list[Prefill], size: int, logits: torch.Tensor
-    ) -> None:
-        for job in jobs:
-            new = min(size, len(job.tokens) - job.held)
-            job.held += new
-            self.count.prefill_tokens += new
+    def _prefilled(self, branch: Branch, jobs: list[Prefill], logits: torch.Tensor) -> None:
         complete = [(row, job) for row, job in enumerate(jobs) if job.held == len(job.tokens)]
         if not complete:
             return

@@ -317,10 +317,24 @@ class Branch:
         self.filling.remove(row)
 
 
-def chunk_size(left: list[int], most_tokens: int) -> int:
-    """Choose tokens per row of the next prefill forward: the most useful work per padded work."""
-    cap = max(1, most_tokens // len(left))
-    sizes = {min(n, cap) for n in left}
-    return max(
-        sizes, key=lambda q: sum(min(n, q) for n in left) / (_OVERHEAD_TOKENS + len(left) * q)
-    )
+def chunk_sizes(jobs: list[Prefill], most_tokens: int, *, ragged: bool) -> dict[Prefill, int]:
+    """Choose how many tokens of each job the next forward computes, at least one.
+
+    Older jobs come first if the forward is ``ragged``. Else all get the same number of tokens, the
+    one that gives the most useful work per padded work.
+    """
+    left = {job: len(job.tokens) - job.held for job in jobs}
+    if ragged:
+        found: dict[Prefill, int] = {}
+        spare = max(0, most_tokens - len(jobs))
+        for job in sorted(jobs, key=lambda j: j.sequences[0].admitted):
+            more = min(left[job] - 1, spare)
+            found[job], spare = 1 + more, spare - more
+        return found
+
+    def worth(size: int) -> float:
+        return sum(min(n, size) for n in left.values()) / (_OVERHEAD_TOKENS + len(jobs) * size)
+
+    cap = max(1, most_tokens // max(len(jobs), 1))
+    best = max({min(n, cap) for n in left.values()}, key=worth, default=0)
+    return {job: min(n, best) for job, n in left.items()}
