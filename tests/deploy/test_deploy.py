@@ -23,6 +23,7 @@ import pytest
 import yaml
 from fake_gateway import until
 
+from agentrl.runs.folder import RunFolder
 from agentrl_tracer.store import Store
 
 ROOT = Path(__file__).parents[2]
@@ -160,13 +161,23 @@ def test_compose_trains_with_runners_that_join(
 
 
 @pytest.mark.deployments
-def test_the_slurm_script_trains_on_two_nodes(start: Start, postgres: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stop", [False, True])
+def test_the_slurm_script_trains_on_two_nodes(
+    stop: bool, start: Start, postgres: str, tmp_path: Path
+) -> None:
     """Without SLURM: its variables are given, and what srun would start runs here."""
     text = re.sub(r"srun .*?(?=agentrl )", "", (DEPLOY / "train.slurm").read_text(), flags=re.S)
     (tmp_path / "train.slurm").write_text(text)
     slurm = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_NNODES": "2", "SLURMD_NODENAME": "first"}
     command = ("bash", "train.slurm", "examples/hello/train.toml")
     job = start(*command, AGENTRL_RUN__STORE=postgres, **slurm)
+    if stop:
+        run = tmp_path / f"runs/slurm-{os.getpid()}"
+        until(lambda: (run / "metrics.jsonl").exists(), 60)
+        job.terminate()
+        assert job.wait(60) == 143
+        assert not RunFolder(run).is_in_use(), "its trainer has ended, too"
+        job = start(*command, AGENTRL_RUN__STORE=postgres, **slurm)
     output = job.communicate(timeout=150)[0]
     assert job.returncode == 0, output
     assert f"16 runners for slurm-{os.getpid()}" in output

@@ -25,7 +25,7 @@ from agentrl.interrupts import end_in_order
 from agentrl.runner.agent_spec import validate_agent
 from agentrl.runs.circumstances import note_start
 from agentrl.runs.folder import RunFolder, how_to_fetch
-from agentrl.runs.recorded import SHELL_IN, how_to_continue
+from agentrl.runs.recorded import SHELL_IN, how_to_continue, open_store
 from agentrl.runs.summary import Summary
 from agentrl.scoring.functions import RewardFunction, load_functions
 from agentrl.supervisor import SupervisedProcess
@@ -84,7 +84,12 @@ def train(*arguments: str, trainer: type[Trainer] | None = None) -> Summary:
         RunError: the run cannot go on, for the reason that the message gives.
     """
     with contextlib.chdir("."):  # a run that goes on does so where it was started
-        return _train(arguments, trainer)[1]
+        _, summary = _train(arguments, trainer)
+    if summary.ended and summary.ended.rolls_back:
+        store, run = open_store(summary.folder)
+        with contextlib.closing(store):
+            store.end_run(run["id"], "finished")
+    return summary
 
 
 def _train(

@@ -53,13 +53,13 @@ class TrainDisplay:
         self._size = console.size
         self._training_since: float | None = None
         self._progress = Progress(
-            TextColumn("step [b]{task.completed}[/]/{task.total}"),
+            TextColumn("step [b]{task.completed}[/]/{task.fields[steps]}"),
             BarColumn(bar_width=None),
             TaskProgressColumn(),
             TextColumn("{task.fields[eta]}"),
             expand=True,
         )
-        self._bar = self._progress.add_task("steps", total=None, eta="")
+        self._bar = self._progress.add_task("steps", total=None, eta="", steps="…")
         self._live = Live(console=console, get_renderable=self._render, refresh_per_second=1)
 
     def __enter__(self) -> Self:
@@ -92,7 +92,7 @@ class TrainDisplay:
     def begin(self, steps: int, done: int) -> None:
         """Show how far the run goes, and how much of it is done already."""
         self._steps, self._step, self._first = steps, done, done
-        self._progress.update(self._bar, total=steps, completed=done)
+        self._progress.update(self._bar, total=steps, completed=done, steps=steps)
 
     def phase(
         self, name: str, done: int | None = None, total: int | None = None, *,

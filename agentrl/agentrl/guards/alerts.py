@@ -17,7 +17,7 @@ from agentrl.runs.metric_names import REWARD
 
 Row = Mapping[str, Any]
 
-_WINDOW = 3
+WINDOW = 3
 _PREFIX = "alert/"
 
 _ENTROPY_LEFT = 0.1
@@ -63,7 +63,7 @@ class _Trend:
         return (start[0], now) if start and now is not None else None
 
     def now(self, name: str) -> float | None:
-        found = self._numbers(name, self.rows[-_WINDOW:])
+        found = self._numbers(name, self.rows[-WINDOW:])
         return median(found) if found else None
 
     @property
@@ -86,8 +86,8 @@ class _Trend:
         """
         if any(name.startswith(f"{self.prefix}{REWARD}/") for name in self.rows[-1]):
             return None
-        ends = range(_WINDOW, len(self.rows) + 1)
-        means = [self._mean(REWARD, self.rows[end - _WINDOW : end]) for end in ends]
+        ends = range(WINDOW, len(self.rows) + 1)
+        means = [self._mean(REWARD, self.rows[end - WINDOW : end]) for end in ends]
         known = [mean for mean in means if mean is not None]
         spread = max(self._numbers("reward/std", self.rows), default=0.0)
         if means[-1] is None or not spread:
@@ -107,7 +107,7 @@ def step_alerts(rows: Sequence[Row], adapters: Sequence[str], *, int8: bool = Fa
         adapters: their names, where several train.
         int8: whether the sampler computes with 8-bit weights.
     """
-    if len(rows) <= _WINDOW:
+    if len(rows) <= WINDOW:
         return []
     found: list[Alert] = []
     for prefix in [f"{name}/" for name in adapters] if len(adapters) > 1 else [""]:
@@ -118,6 +118,12 @@ def step_alerts(rows: Sequence[Row], adapters: Sequence[str], *, int8: bool = Fa
                 collapse = rule is not _sampler_trainer_difference
                 found.append(Alert(f"{prefix}{_PREFIX}{name}", whose + sentence, collapse))
     return found
+
+
+def collapse_in(rows: Sequence[Row]) -> str | None:
+    """Return the name of an alert in rows of metrics that tells of a collapse."""
+    names = [name for row in rows for name in row if f"/{_PREFIX}" in f"/{name}"]
+    return next((name for name in names if not name.endswith("/sampler_trainer_difference")), None)
 
 
 def evaluation_alerts(
@@ -136,7 +142,8 @@ def evaluation_alerts(
     if high - low <= _FALL * max(error, 1 / rollouts):
         return []
     until = [row for row in steps if row["step"] <= best] or steps[:1]
-    then, now = _Trend(until).now(REWARD), _Trend(steps).now(REWARD)
+    since = [row for row in steps if row["step"] > best + 1]  # of policies after the best one
+    then, now = _Trend(until).now(REWARD), _Trend(since).now(REWARD)
     if then is None or now is None or now <= then:
         return []
     return [
@@ -239,6 +246,15 @@ def _repeated_answers(trend: _Trend) -> str | None:
     )
 
 
+def _refused_steps(trend: _Trend) -> str | None:
+    if trend.now("step_refused") != 1:
+        return None
+    return (
+        "updates are refused, because losses or gradients are not finite, so nothing is learned; "
+        "see whether a loss of your own divides by zero, and lower learning.learning_rate"
+    )
+
+
 def _sampler_trainer_difference(trend: _Trend) -> str | None:
     difference = trend.now("sampler_trainer/mean_logprob_difference")
     limit = _DIFFERENCE_INT8 if trend.int8 else _DIFFERENCE
@@ -259,6 +275,7 @@ _RULES: dict[str, Callable[[_Trend], str | None]] = {
     "length_collapse": _length_collapse,
     "truncation": _truncation,
     "repeated_answers": _repeated_answers,
+    "refused_steps": _refused_steps,
     "sampler_trainer_difference": _sampler_trainer_difference,
 }
 ALERTS = (*_RULES, "held_out_falls")

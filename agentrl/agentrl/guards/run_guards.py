@@ -6,12 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from agentrl.config.commands import TrainConfig
-from agentrl.guards.alerts import Alert, evaluation_alerts, step_alerts
+from agentrl.guards.alerts import (
+    WINDOW,
+    Alert,
+    collapse_in,
+    evaluation_alerts,
+    step_alerts,
+)
 from agentrl.guards.answers import answer_metrics
 from agentrl.guards.budget import Budget
 from agentrl.runs.best_adapter import best_step, keep_best
 from agentrl.runs.folder import RunFolder
-from agentrl.runs.metric_names import HELD_OUT, REWARD
+from agentrl.runs.metric_names import HELD_OUT, REWARD, WENT_BACK
 from agentrl.runs.recorded import shown
 from agentrl.runs.summary import Ending
 from agentrl_tracer.schemas import Call, Purpose, Rollout
@@ -53,7 +59,10 @@ class Guards:
         """The accuracies so far, by step."""
         self._steps: list[Mapping[str, Any]] = []  # their rows
         self._evaluation: Mapping[str, Any] = {}  # the newest row
-        self._collapse: Alert | None = None
+        self._collapse: str | None = None
+        """Name of the newest row's alert."""
+        self._went_back = -1
+        """The step that the run went back to, if it did."""
 
     @property
     def best(self) -> int | None:
@@ -66,6 +75,10 @@ class Guards:
         self._steps = [row for row in rows if REWARD in row]
         evaluations = [row for row in rows if HELD_OUT in row]
         self.held_out = {row["step"]: row[HELD_OUT] for row in evaluations}
+        self._went_back = max((row["step"] for row in rows if WENT_BACK in row), default=-1)
+        if self._config.guards.on_collapse == "roll_back" and self.best and step > self._went_back:
+            # The process may have died before it went back.
+            self._collapse = collapse_in([row for row in rows if row["step"] == step])
         self._evaluation = evaluations[-1] if evaluations else {}
         self.budget.begin(step, evaluated=step in self.held_out)
         keep_best(self._folder, self._config.trained, self.best)
@@ -87,18 +100,23 @@ class Guards:
         before = self._steps[-1] if self._steps else {}
         self._steps.append(row)
         int8 = self._config.sampler.weights == "int8"
-        alerts = step_alerts(self._steps, adapters, int8=int8)
-        self._collapse = next((alert for alert in alerts if alert.collapse), None)
+        alerts = step_alerts(self._steps, adapters, int8=int8) if self._judges(row["step"]) else []
+        self._collapse = next((alert.metric for alert in alerts if alert.collapse), None)
         self._tell(alerts, before)
         row |= {alert.metric: 1.0 for alert in alerts}
         self.budget.settle(Purpose.TRAIN, row["step"], calls, _judges_cost(row))
+
+    def _judges(self, step: int) -> bool:
+        """Whether the newest steps tell of policies that were trained since the run went back."""
+        first = self._went_back + 1 + self._config.rollouts.max_staleness  # their rollouts are old
+        return self._went_back < 0 or step - first >= WINDOW
 
     def after_evaluation(self, row: dict[str, Any], calls: Sequence[Call]) -> None:
         """Add the alerts to an evaluation's row."""
         self.held_out[row["step"]] = row[HELD_OUT]
         best = best_step(self.held_out) or 0
         alerts = evaluation_alerts(self.held_out, best, self._steps, self._eval_rollouts)
-        self._collapse = self._collapse or next(iter(alerts), None)
+        self._collapse = self._collapse or next((alert.metric for alert in alerts), None)
         self._tell(alerts, self._evaluation)
         row |= {alert.metric: 1.0 for alert in alerts}
         self._evaluation = row
@@ -126,27 +144,34 @@ class Guards:
                     "evaluation.patience",
                     f"{vain} evaluations were no better than {held_out[best]:.1%} at step {best}",
                 )
-        if self._collapse is not None and self._config.guards.on_collapse != "note":
-            return self._after_collapse(self._collapse, best)
+        if (collapse := self.why_collapsed()) is not None:
+            return collapse
         if why := self.budget.why_no_step():
             return Ending(*why, evaluates=True)
         return None
 
-    def _after_collapse(self, alert: Alert, best: int | None) -> Ending:
+    def why_collapsed(self) -> Ending | None:
+        """Tell how the run ends because its policy has collapsed; None: it has not."""
         guards, rate = self._config.guards, self._learning_rate * _SLOWER
+        alert, best = self._collapse, self.best
+        if alert is None or guards.on_collapse == "note":
+            return None
         if not best:
+            why = "no step has been evaluated"
+            if any(self.held_out):
+                why = "no evaluated step is better than the model before training"
             return Ending(
                 "guards.on_collapse",
-                f"{alert.metric}; no step is better than the model before training: start again "
-                f"with a lower learning rate, such as --learning-rate {rate:g}",
+                f"{alert}; {why}: start again with a lower learning rate, such as "
+                f"--learning-rate {rate:g}",
             )
         again = ["train", "--resume", f"{shown(self._folder.root)}@{best}"]
         again += ["--learning-rate", repr(rate)]
         if guards.on_collapse == "roll_back" and guards.roll_backs:
             again += ["--guards.roll-backs", str(guards.roll_backs - 1)]
-            said = f"{alert.metric}; going back to step {best}, with the learning rate {rate:g}"
+            said = f"{alert}; going back to step {best}, with the learning rate {rate:g}"
             return Ending("guards.on_collapse", said, again=again, rolls_back=True)
-        said = f"{alert.metric}; step {best} is the best"
+        said = f"{alert}; step {best} is the best"
         return Ending("guards.on_collapse", said, again=again)
 
 

@@ -86,6 +86,7 @@ class Trainer(TrainingRun):
                     self.train_step(step + 1)
                     step += 1
                     self.evaluate(step)
+                ended = ended or self.guards.why_collapsed()
                 if ended and ended.evaluates and step not in self.guards.held_out:
                     self.evaluate(step, last=True)
             except BudgetSpentError as spent:

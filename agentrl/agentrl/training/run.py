@@ -22,7 +22,7 @@ from agentrl.guards.run_guards import Guards
 from agentrl.runs import token_records
 from agentrl.runs.best_adapter import held_out_of
 from agentrl.runs.folder import strict
-from agentrl.runs.metric_names import REWARD
+from agentrl.runs.metric_names import REWARD, WENT_BACK
 from agentrl.runs.summary import Ending, Summary
 from agentrl.scoring.functions import RewardFunction
 from agentrl.timing import PhaseTimer
@@ -203,7 +203,7 @@ class TrainingRun:
         token_records.drop_after(self.folder, step)
         self.metrics_log.go_back(step, meta.get("row"))
         if max(made, default=step) > step:
-            self.metrics_log.log(step, {"step": step, "went_back_from": max(made)})
+            self.metrics_log.log(step, {"step": step, WENT_BACK: max(made)})
         return step
 
     def give_up_after(self, step: int) -> None:
@@ -233,7 +233,8 @@ class TrainingRun:
         self.session.pool.begin_stop()  # runners end while the learning curve is drawn
         with self.timer("picture"):
             summary = summarize(self, step, ended)
-        self.store.end_run(self.run_id, "finished")
+        if ended is None or not ended.rolls_back:  # else runners elsewhere would leave
+            self.store.end_run(self.run_id, "finished")
         self.metrics_log.close()
         self._backend.close()
         return summary

@@ -76,6 +76,7 @@ def fired(now: dict[str, Any], start: dict[str, Any] | None = None) -> dict[str,
             {"answers/cut_off": 0.55},
             {"answers/cut_off": 0.4},
         ),
+        ("refused_steps", {"step_refused": 1.0}, {"step_refused": 0.0}, {}),
         ("repeated_answers", {"answers/repeated": 0.55}, {"answers/repeated": 0.45}, {}),
         (
             "repeated_answers",
@@ -160,6 +161,7 @@ def test_each_of_several_adapters_has_alerts_of_its_own() -> None:
         ({0: 1.0, 5: 1.0, 10: 0.95}, 0.9, None),
         ({0: 0.6, 5: 0.1}, 0.9, "fell from 60% (step 0) to 10%"),
         ({0: 0.6}, 0.9, None),
+        ({0: 0.1, 9: 0.9, 10: 0.1}, 0.9, None),  # the best policy earned the last step's rewards
     ],
 )
 def test_held_out_falls_while_the_reward_rises(

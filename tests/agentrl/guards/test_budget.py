@@ -116,3 +116,17 @@ def test_a_model_without_a_price_is_told_once(folder: RunFolder) -> None:
     run.settle(Purpose.TRAIN, 2, [call("b", 0, 0, model="judge", params=free)])
     [note] = run.notes
     assert "LiteLLM knows no price of 'judge'" in note
+
+
+def test_a_resumed_run_expects_what_its_last_step_took(folder: RunFolder, store: Store) -> None:
+    run_id = start_run(store, rollouts=2)  # of step 1
+    claim = claimed(store)
+    of_attempt = {"rollout_id": claim.rollout_id, "attempt_id": claim.attempt_id, "run_id": run_id}
+    store.write_calls("boot", [], [call("a", 20, 10, **of_attempt)], 1)
+    folder.spent.write_text('{"tokens": 30}')
+    run = budget(folder, store, run_id, max_run_tokens=50)
+    assert run.why_no_step() is None
+    run.begin(1, evaluated=True)
+    guard, sentence = run.why_no_step() or ("", "")
+    assert guard == "guards.max_run_tokens"
+    assert sentence == "30 of 50 tokens are spent, and one more step may take 30"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -75,17 +78,33 @@ def test_rollouts_that_begin_during_the_last_evaluation_are_spent(tmp_path: Path
     run.accounting()
 
 
-def test_a_run_that_collapses_goes_back_to_its_best_step(tmp_path: Path) -> None:
+def collapsing(folder: Path, **settings: Any) -> Run:
     """At this learning rate the second update makes noise of every answer."""
     hello = ROOT / "examples" / "hello"
-    run = Run(
-        tmp_path, f"{hello / 'agent.py'}:agent", tasks=hello / "train.jsonl",
-        eval_tasks=hello / "held_out.jsonl", steps=8, batch_size=8, group_size=8,
-        eval_every=1, learning_rate=0.1, rollouts_per_process=50, **{
-            "guards.on_collapse": "roll_back", "guards.roll_backs": 1, "run.keep_checkpoints": 1,
-        },
+    return Run(
+        folder, f"{hello / 'agent.py'}:agent", tasks=hello / "train.jsonl",
+        eval_tasks=hello / "held_out.jsonl", batch_size=8, group_size=8, eval_every=1,
+        learning_rate=0.1, rollouts_per_process=50,
+        **{"guards.on_collapse": "roll_back", "run.keep_checkpoints": 1} | settings,
     )  # fmt: skip
-    run.finish()
+
+
+def test_a_run_that_collapses_goes_back_to_its_best_step(tmp_path: Path) -> None:
+    run = collapsing(tmp_path, steps=8, **{"guards.roll_backs": 1})
+    process = run.start()
+    states = list[str]()
+
+    def watch() -> None:
+        while process.poll() is None:
+            with contextlib.suppress(Exception), run.store() as store:
+                states.append(store.runs()[0]["state"])
+            time.sleep(0.2)
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    run.finish(process)
+    watching.join()
+    assert set(states[:-5]) == {"running"}  # or runners elsewhere would leave
     assert "note: alert/" in run.output
     assert run.output.count("going back to step") == 1
     assert "learning.learning_rate 0.1 → 0.05, guards.roll_backs 1 → 0" in run.output
@@ -101,6 +120,29 @@ def test_a_run_that_collapses_goes_back_to_its_best_step(tmp_path: Path) -> None
     version = run.folder.adapter_version("policy", best)
     assert kept == (version / "adapter_model.safetensors").read_bytes()
     assert (run.folder.checkpoints / f"step-{best:08d}").is_dir()
+
+
+COLLAPSES = """
+import sys, agentrl
+
+class Collapsing(agentrl.Trainer):
+    def train_step(self, step):
+        super().train_step(step)
+        self.guards.held_out = {0: 0.0, 1: 1.0}
+        self.guards._collapse = "alert/truncation" if step == self.steps else None
+
+ended = agentrl.train(*sys.argv[2:], trainer=Collapsing).ended
+print(ended.sentence, ended.rolls_back)
+"""
+
+
+def test_a_run_that_collapses_in_its_last_step_ends_so(tmp_path: Path) -> None:
+    run = Run(tmp_path, "slow", **{"guards.on_collapse": "roll_back"})
+    run.finish(run.start("-c", COLLAPSES))
+    assert "alert/truncation; going back to step 1, with the learning rate" in run.output
+    assert summary(run)["steps"] == 2
+    with run.store() as store:  # in Python, the caller goes back
+        assert store.runs()[0]["state"] == "finished"
 
 
 def test_dollars_end_a_run_with_its_best_adapter(

@@ -120,8 +120,10 @@ def test_a_collapse_stops_the_run_and_says_how_to_go_on(tmp_path: Path) -> None:
     again = ["train", "--resume", f"{tmp_path / 'run'}@3", "--learning-rate", "0.005"]
     assert (ended.again, ended.rolls_back, ended.evaluates) == (again, False, False)
     never = ending(tmp_path, {0: 0.5, 3: 0.5}, on_collapse="stop")
-    assert "no step is better than the model before training" in never.sentence
+    assert "no evaluated step is better than the model before training" in never.sentence
     assert not never.again
+    unknown = ending(tmp_path, {0: 0.5}, on_collapse="stop")
+    assert unknown.sentence.startswith("alert/truncation; no step has been evaluated: start again")
 
 
 def test_a_collapse_rolls_the_run_back_so_often(tmp_path: Path) -> None:
@@ -131,6 +133,39 @@ def test_a_collapse_rolls_the_run_back_so_often(tmp_path: Path) -> None:
     left = ending(tmp_path, {0: 0.1, 3: 0.5}, on_collapse="roll_back", roll_backs=0)
     assert not left.rolls_back
     assert left.again
+
+
+def test_after_going_back_later_policies_are_judged(tmp_path: Path) -> None:
+    how = {"on_collapse": "roll_back", "roll_backs": 2}
+    run, notes = guards(tmp_path, {0: 0.1, 3: 0.5}, [*([STEP] * 2), COLLAPSED], **how)
+    run._folder.append_metrics({"step": 3, "went_back_from": 5})
+    run.begin(3)
+    for step in (4, 5, 6):  # the first one's answers are those of step 3
+        make(run, COLLAPSED, step)
+        assert run.why_end() is None
+    assert not notes
+    make(run, COLLAPSED, 7)
+    ended = run.why_end()
+    assert ended is not None
+    assert ended.rolls_back
+    assert "alert/truncation" in notes[0]
+
+
+@pytest.mark.parametrize("went_back", [False, True])
+@pytest.mark.parametrize("how", ["roll_back", "stop"])
+def test_a_run_that_was_killed_before_it_went_back_does_so(
+    tmp_path: Path, how: str, went_back: bool
+) -> None:
+    told = [*([STEP] * 5), COLLAPSED | {"alert/truncation": 1.0}]
+    run, _ = guards(tmp_path, {0: 0.1, 3: 0.5}, told, on_collapse=how)
+    if went_back:
+        run._folder.append_metrics({"step": 6, "went_back_from": 8})
+        run._collapse = None
+        run.begin(6)
+    ended = run.why_end()
+    assert (ended is not None and ended.rolls_back) == (how == "roll_back" and not went_back)
+    only = [*([STEP] * 5), STEP | {"alert/sampler_trainer_difference": 1.0}]
+    assert guards(tmp_path, {0: 0.1, 3: 0.5}, only, on_collapse=how)[0].why_end() is None
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,7 @@ def cpu_kernels(heads: Heads) -> TorchKernels:
     """Return the quickest kernels that can be had here."""
     try:
         return CompiledKernels(heads)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
         log.warning("the embedded sampler is slower without its compiled kernels: %s", error)
         return TorchKernels(heads)
 

@@ -159,6 +159,7 @@ class LlamaCpuForward(BatchedForward):
         tokens = [token for part in parts for chunk in part.chunks for token in chunk]
         lengths = [[len(chunk) for chunk in part.chunks] for part in parts]
         sizes = [sum(own) for own in lengths]
+        last = torch.tensor([*itertools.accumulate(n for own in lengths for n in own)]) - 1
         hidden = F.embedding(torch.tensor(tokens), self._embedding)
         places = [self._places(part) for part in parts]
         products = self.products or [self._base_product(i) for i in range(len(self._groups))]
@@ -166,13 +167,13 @@ class LlamaCpuForward(BatchedForward):
             qkv, out, gate_up, down = products[4 * layer : 4 * layer + 4]
             x = qkv(self._kernels.rms_norm(hidden, before_attention)).split(sizes)
             each = zip(parts, x, places, strict=True)
-            attended = [self._attend(layer, of_heads, part, x, to) for part, x, to in each]
-            hidden = out.plus(_joined(attended), hidden)
+            attended = _joined([self._attend(layer, of_heads, *one) for one in each])
+            if layer == len(self._norms) - 1:  # the others were needed for their keys and values
+                attended, hidden = (x.index_select(0, last) for x in (attended, hidden))
+            hidden = out.plus(attended, hidden)
             gates = gate_up(self._kernels.rms_norm(hidden, before_mlp))
             hidden = down.plus(self._kernels.silu_mul(gates), hidden)
-        ends = torch.tensor([*itertools.accumulate(n for own in lengths for n in own)])
-        last = hidden.index_select(0, ends - 1)
-        logits = products[-1](self._kernels.rms_norm(last, self._last_norm))
+        logits = products[-1](self._kernels.rms_norm(hidden, self._last_norm))
         return list(logits.split([len(part.chunks) for part in parts]))
 
     def _places(self, part: Part) -> Places:

@@ -7,6 +7,7 @@ evaluation and a table of rollouts, ``picture`` the learning curve as it is at a
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -103,6 +104,10 @@ class _MLflow:
     """An experiment is the group, or ``agentrl``; the run's id is a tag, by which it is resumed."""
 
     def __init__(self, name: str, run_id: str, group: str | None, settings: Json) -> None:
+        # By default a server that is away keeps the training waiting for many minutes.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+
         import mlflow  # pyright: ignore[reportMissingImports]
         from mlflow.entities import Metric, Param  # pyright: ignore[reportMissingImports]
 

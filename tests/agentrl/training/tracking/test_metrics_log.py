@@ -311,6 +311,15 @@ def test_a_run_that_is_resumed_is_one_run_for_real(
 
 
 @pytest.mark.trackers
+def test_a_server_of_mlflow_that_is_away_is_soon_given_up(other_python: Callable[..., str]) -> None:
+    """With its own defaults MLflow tries for minutes, longer than ``other_python`` waits."""
+    away = "import os; os.environ['MLFLOW_TRACKING_URI'] = 'http://127.0.0.1:9'\n"
+    script = away + SCRIPT.replace("sys.exit", "print")
+    said = other_python("mlflow", script, 0, json.dumps(ROWS[1:]))
+    assert said.startswith("tracker mlflow was given up: MlflowException")
+
+
+@pytest.mark.trackers
 def test_wandb_for_real_offline(other_python: Callable[..., str], folder: RunFolder) -> None:
     other_python("wandb", SCRIPT, 0, json.dumps([*ROWS[1:], {"step": 3, "loss": 0.5}]))
     [file] = folder.root.glob("wandb/offline-run-*/*.wandb")
