@@ -1,5 +1,8 @@
 """End a command by a signal: the first SIGTERM or Ctrl-C ends it in order, a second one at once.
 
+A SIGTERM within a second of another one is the same one: batch systems signal a script and all its
+processes, and the script may pass it on.
+
 A command ends at once, too, before it has called ``end_in_order``: while it imports, it has nothing
 to put in order. Its children end with it (see ``supervisor.end_with_parent``).
 """
@@ -11,12 +14,15 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NoReturn
 
 END_WITHIN_S = 25.0
 """Slurm (KillWait) and Kubernetes (terminationGracePeriodSeconds) kill after 30."""
+
+_SAME_S = 1.0
 
 
 class Interrupted(KeyboardInterrupt):
@@ -32,7 +38,8 @@ class _Ending:
     in_order: bool = False
     within_s: float | None = None
     last_words: Callable[[], str] = lambda: ""
-    begun: bool = False
+    begun: float | None = None
+    """When the first signal came."""
     held: bool = False
     waiting: int | None = None
 
@@ -88,21 +95,30 @@ def end_at_once(code: int, said: str) -> NoReturn:
     os._exit(code)
 
 
-def begin_end(number: int) -> None:
-    """Note the first signal, from which the time to end counts; at a second one, end at once."""
+def begin_end(number: int) -> bool:
+    """Note the first signal, from which the time to end counts; at a second one, end at once.
+
+    Returns:
+        Whether it is the first one.
+    """
     name, code = signal.Signals(number).name, 128 + number
-    if not _ending.in_order or _ending.begun:
-        end_at_once(code, f"\nended by {name}" + (" at once" if _ending.begun else ""))
-    _ending.begun = True
+    begun, now = _ending.begun, time.monotonic()
+    if number == signal.SIGTERM and begun is not None and now - begun < _SAME_S:
+        return False
+    if not _ending.in_order or begun is not None:
+        end_at_once(code, f"\nended by {name}" + (" at once" if begun is not None else ""))
+    _ending.begun = now
     if _ending.within_s is not None:
         said = f"\nended by {name}; not everything could be stopped in {_ending.within_s:.0f} s"
         watchdog = threading.Timer(_ending.within_s, end_at_once, (code, said))
         watchdog.daemon = True
         watchdog.start()
+    return True
 
 
 def _on_signal(number: int, _: object) -> None:
-    begin_end(number)
+    if not begin_end(number):
+        return
     if not _ending.held:
         raise Interrupted(number)
     _ending.waiting = number

@@ -62,14 +62,16 @@ def test_while_it_imports_a_command_ends_with_one_line(number: signal.Signals) -
     assert (said, problems.strip()) == ("", f"ended by {number.name}")
 
 
-def interrupted(within_s: float, stops_s: float, signals: int) -> tuple[int, str, float]:
+def interrupted(
+    within_s: float, stops_s: float, signals: int, apart_s: float = 0.2
+) -> tuple[int, str, float]:
     process = started("-c", IN_ORDER, str(within_s), str(stops_s))
     assert process.stdout is not None
     process.stdout.readline()
     began = time.monotonic()
     for _ in range(signals):
         process.send_signal(signal.SIGTERM)
-        time.sleep(0.2)
+        time.sleep(apart_s)
     _, problems = process.communicate(timeout=20)
     return process.returncode, problems, time.monotonic() - began
 
@@ -80,10 +82,17 @@ def test_a_held_signal_is_raised_at_the_end_of_the_block() -> None:
 
 
 def test_a_second_signal_ends_at_once() -> None:
-    code, said, seconds = interrupted(within_s=20, stops_s=20, signals=2)
+    code, said, seconds = interrupted(within_s=20, stops_s=20, signals=2, apart_s=1.2)
     assert code == 143
     assert said.split("\n")[1:] == ["ended by SIGTERM at once", "continue it", ""]
     assert seconds < 5
+
+
+def test_a_signal_that_is_passed_on_is_one_signal() -> None:
+    code, said, seconds = interrupted(within_s=20, stops_s=2, signals=3)
+    assert code == 1  # as of any exception: no caller catches it here
+    assert said.rstrip().endswith("Interrupted: SIGTERM")
+    assert seconds > 1.9
 
 
 def test_what_cannot_be_stopped_in_time_is_left() -> None:

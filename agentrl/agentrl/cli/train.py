@@ -15,6 +15,7 @@ from agentrl.cli import Tokens
 from agentrl.cli.tasks import read_tasks, training_tasks
 from agentrl.config.checks import check_warmup
 from agentrl.config.commands import TrainConfig
+from agentrl.config.errors import ConfigError
 from agentrl.config.field_types import split_step
 from agentrl.config.loading import load, resume_of, steps_of
 from agentrl.console.live import TrainDisplay
@@ -36,6 +37,7 @@ from agentrl.training.session import Session
 from agentrl.training.setup.initial_adapters import new_run
 from agentrl.training.setup.own_functions import add_own_loss, own_estimator
 from agentrl_tracer.schemas import Json
+from agentrl_tracer.store import StoreError
 
 if TYPE_CHECKING:
     from agentrl.training.loop import Trainer
@@ -86,9 +88,11 @@ def train(*arguments: str, trainer: type[Trainer] | None = None) -> Summary:
     with contextlib.chdir("."):  # a run that goes on does so where it was started
         _, summary = _train(arguments, trainer)
     if summary.ended and summary.ended.rolls_back:
-        store, run = open_store(summary.folder)
-        with contextlib.closing(store):
-            store.end_run(run["id"], "finished")
+        # Its caller goes back, or not. A store that is away just now must not take the summary.
+        with contextlib.suppress(ConfigError, StoreError):
+            store, run = open_store(summary.folder)
+            with contextlib.closing(store):
+                store.end_run(run["id"], "finished")
     return summary
 
 

@@ -127,7 +127,12 @@ def collapse_in(rows: Sequence[Row]) -> str | None:
 
 
 def evaluation_alerts(
-    held_out: Mapping[int, float], best: int, steps: Sequence[Row], rollouts: int
+    held_out: Mapping[int, float],
+    best: int,
+    steps: Sequence[Row],
+    rollouts: int,
+    *,
+    staleness: int = 0,
 ) -> list[Alert]:
     """Return the alerts that hold after the newest evaluation, of so many rollouts.
 
@@ -135,6 +140,7 @@ def evaluation_alerts(
         held_out: accuracies by step.
         best: the best step.
         steps: the rows of all steps.
+        staleness: steps by which the policies that answer may be older.
     """
     newest = max(held_out)
     high, low = held_out[best], held_out[newest]
@@ -142,7 +148,10 @@ def evaluation_alerts(
     if high - low <= _FALL * max(error, 1 / rollouts):
         return []
     until = [row for row in steps if row["step"] <= best] or steps[:1]
-    since = [row for row in steps if row["step"] > best + 1]  # of policies after the best one
+    # Of policies after the best one.
+    since = [row for row in steps if row["step"] > best + 1 + staleness]
+    if len(since) < WINDOW:
+        return []
     then, now = _Trend(until).now(REWARD), _Trend(since).now(REWARD)
     if then is None or now is None or now <= then:
         return []
@@ -247,7 +256,7 @@ def _repeated_answers(trend: _Trend) -> str | None:
 
 
 def _refused_steps(trend: _Trend) -> str | None:
-    if trend.now("step_refused") != 1:
+    if sum(row.get(f"{trend.prefix}step_refused") == 1 for row in trend.rows[-WINDOW:]) < 2:
         return None
     return (
         "updates are refused, because losses or gradients are not finite, so nothing is learned; "

@@ -84,8 +84,9 @@ class Budget:
         """Count from ``step``, which was trained before."""
         self._mark = self.spent()
         made = self._store.rollouts(self._run_id, step=step) if step and self._limits else []
+        kept = [rollout for rollout in made if rollout.state is not RolloutState.CANCELLED]
         for purpose, spent in self._last.items():
-            ids = [rollout.id for rollout in made if rollout.purpose is purpose]
+            ids = [rollout.id for rollout in kept if rollout.purpose is purpose]
             calls = self._store.calls(rollout_ids=ids, bodies=False) if ids else []
             self._last[purpose] = spent + self._used(calls)  # the hours are not known
         self._settled = {Purpose.TRAIN: step, Purpose.EVAL: step if evaluated else step - 1}

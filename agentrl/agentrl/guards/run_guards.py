@@ -76,7 +76,9 @@ class Guards:
         evaluations = [row for row in rows if HELD_OUT in row]
         self.held_out = {row["step"]: row[HELD_OUT] for row in evaluations}
         self._went_back = max((row["step"] for row in rows if WENT_BACK in row), default=-1)
-        if self._config.guards.on_collapse == "roll_back" and self.best and step > self._went_back:
+        guards = self._config.guards
+        rolls_back = guards.on_collapse == "roll_back" and guards.roll_backs > 0
+        if rolls_back and self.best and step > self._went_back:
             # The process may have died before it went back.
             self._collapse = collapse_in([row for row in rows if row["step"] == step])
         self._evaluation = evaluations[-1] if evaluations else {}
@@ -115,7 +117,10 @@ class Guards:
         """Add the alerts to an evaluation's row."""
         self.held_out[row["step"]] = row[HELD_OUT]
         best = best_step(self.held_out) or 0
-        alerts = evaluation_alerts(self.held_out, best, self._steps, self._eval_rollouts)
+        alerts = evaluation_alerts(
+            self.held_out, best, self._steps, self._eval_rollouts,
+            staleness=self._config.rollouts.max_staleness,
+        )  # fmt: skip
         self._collapse = self._collapse or next((alert.metric for alert in alerts), None)
         self._tell(alerts, self._evaluation)
         row |= {alert.metric: 1.0 for alert in alerts}
@@ -157,7 +162,7 @@ class Guards:
         if alert is None or guards.on_collapse == "note":
             return None
         if not best:
-            why = "no step has been evaluated"
+            why = "no trained step has been evaluated"
             if any(self.held_out):
                 why = "no evaluated step is better than the model before training"
             return Ending(

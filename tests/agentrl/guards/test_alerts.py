@@ -171,3 +171,20 @@ def test_held_out_falls_while_the_reward_rises(
     alerts = evaluation_alerts(held_out, best, rows({"reward/mean": now}), 24)
     assert [alert.metric for alert in alerts] == (["alert/held_out_falls"] if says else [])
     assert all(says in alert.sentence for alert in alerts if says)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_three_steps_of_later_policies_tell_that_the_reward_rises(staleness: int) -> None:
+    for best in (5, 6, 7):
+        held_out = {0: 0.1, best: 0.9, 10: 0.1}
+        alerts = evaluation_alerts(
+            held_out, best, rows({"reward/mean": 0.9}), 24, staleness=staleness
+        )
+        assert bool(alerts) == (best + staleness <= 6)
+
+
+def test_one_refused_update_is_no_alert() -> None:
+    """Of an adapter that only some steps train."""
+    rare = [row for row in rows({}) if row["step"] < 9]
+    rare += [{**HEALTHY, "step": 9}, {**HEALTHY, "step": 10, "step_refused": 1.0}]
+    assert not step_alerts(rare, ["policy"])

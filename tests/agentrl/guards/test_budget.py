@@ -130,3 +130,7 @@ def test_a_resumed_run_expects_what_its_last_step_took(folder: RunFolder, store:
     guard, sentence = run.why_no_step() or ("", "")
     assert guard == "guards.max_run_tokens"
     assert sentence == "30 of 50 tokens are spent, and one more step may take 30"
+    store.cancel(run_id, "the run was resumed", after_step=0, evaluated=True)
+    again = budget(folder, store, run_id, max_run_tokens=50)
+    again.begin(1, evaluated=True)  # made once more, and those before count no longer
+    assert again.why_no_step() is None

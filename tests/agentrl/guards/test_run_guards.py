@@ -123,7 +123,9 @@ def test_a_collapse_stops_the_run_and_says_how_to_go_on(tmp_path: Path) -> None:
     assert "no evaluated step is better than the model before training" in never.sentence
     assert not never.again
     unknown = ending(tmp_path, {0: 0.5}, on_collapse="stop")
-    assert unknown.sentence.startswith("alert/truncation; no step has been evaluated: start again")
+    assert unknown.sentence.startswith(
+        "alert/truncation; no trained step has been evaluated: start again"
+    )
 
 
 def test_a_collapse_rolls_the_run_back_so_often(tmp_path: Path) -> None:
@@ -152,20 +154,29 @@ def test_after_going_back_later_policies_are_judged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("went_back", [False, True])
-@pytest.mark.parametrize("how", ["roll_back", "stop"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"on_collapse": "roll_back"},
+        {"on_collapse": "roll_back", "roll_backs": 0},
+        {"on_collapse": "stop"},
+    ],
+)
 def test_a_run_that_was_killed_before_it_went_back_does_so(
-    tmp_path: Path, how: str, went_back: bool
+    tmp_path: Path, how: dict[str, Any], went_back: bool
 ) -> None:
     told = [*([STEP] * 5), COLLAPSED | {"alert/truncation": 1.0}]
-    run, _ = guards(tmp_path, {0: 0.1, 3: 0.5}, told, on_collapse=how)
+    run, _ = guards(tmp_path, {0: 0.1, 3: 0.5}, told, **how)
     if went_back:
         run._folder.append_metrics({"step": 6, "went_back_from": 8})
         run._collapse = None
         run.begin(6)
     ended = run.why_end()
-    assert (ended is not None and ended.rolls_back) == (how == "roll_back" and not went_back)
+    does_so = how == {"on_collapse": "roll_back"} and not went_back
+    assert (ended is not None and ended.rolls_back) == does_so
+    assert does_so or ended is None
     only = [*([STEP] * 5), STEP | {"alert/sampler_trainer_difference": 1.0}]
-    assert guards(tmp_path, {0: 0.1, 3: 0.5}, only, on_collapse=how)[0].why_end() is None
+    assert guards(tmp_path, {0: 0.1, 3: 0.5}, only, **how)[0].why_end() is None
 
 
 @pytest.mark.parametrize(

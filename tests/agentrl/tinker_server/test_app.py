@@ -193,7 +193,7 @@ def test_a_second_signal_ends_a_busy_server_at_once(tmp_path: Path) -> None:
             assert b"100 Continue" in client.recv(1000)  # it waits for the body
             for _ in range(2):
                 server.send_signal(signal.SIGTERM)
-                time.sleep(0.5)
+                time.sleep(1.2)
             said = server.communicate(timeout=15)[1].decode()
     assert server.returncode == 143
     assert said.split("\n")[1:] == ["ended by SIGTERM at once", ""]

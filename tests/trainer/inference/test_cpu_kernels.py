@@ -21,7 +21,7 @@ from agentrl_trainer.inference.cpu_kernels import (
 )
 
 KINDS = [TorchKernels, CompiledKernels]
-SHAPES = [(3, 1, 64), (4, 2, 16), (14, 2, 8), (4, 4, 2), (8, 1, 128)]
+SHAPES = [(3, 1, 64), (4, 2, 16), (14, 2, 8), (4, 4, 2), (6, 2, 6), (8, 1, 128), (32, 2, 80)]
 
 
 def heads(queries: int = 3, keys: int = 1, dim: int = 64) -> Heads:
@@ -111,9 +111,11 @@ def test_what_is_no_number_shows() -> None:
     kernels = CompiledKernels(heads())
     keys = torch.randn(2, 1, 1, 40, 64)
     keys[0, 0, 0, 3, 5] = float("nan")
-    places = Places(torch.tensor([0]), torch.tensor([9]), torch.ones(1, 64), torch.zeros(1, 64))
-    found = kernels.attend(torch.randn(1, 5 * 64), places, (keys[0], keys[1]), None, None)
-    assert found.isnan().all()
+    for new in 1, 7:
+        angles = torch.ones(new, 64), torch.zeros(new, 64)
+        places = Places(torch.zeros(new, dtype=torch.int64), torch.arange(9, 9 + new), *angles)
+        found = kernels.attend(torch.randn(new, 5 * 64), places, (keys[0], keys[1]), None, None)
+        assert found.isnan().all()
     assert kernels.rms_norm(torch.tensor([[float("nan"), 1.0]]), torch.ones(2)).isnan().all()
     assert kernels.silu_mul(torch.tensor([[float("nan"), 1.0]])).isnan().all()
 
@@ -126,7 +128,7 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
     cpu_kernels._compiled.cache_clear()
 
 
-def test_kernels_are_compiled_once(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_compiled_once(empty_cache: Path) -> None:
     CompiledKernels(heads())
     (library,) = empty_cache.iterdir()
     made = library.stat().st_mtime_ns

@@ -17,8 +17,10 @@ from transformers import PreTrainedModel
 from transformers.models.ministral3 import Ministral3Config, Ministral3ForCausalLM
 
 from agentrl_trainer.inference import SampleParams, SamplerEngine, linear_products, llama_cpu
+from agentrl_trainer.inference.kv_cache import Part
 from agentrl_trainer.inference.linear_products import FusedLinear, Int8Linear, can_pack
 from agentrl_trainer.inference.llama_cpu import LlamaCpuForward
+from agentrl_trainer.inference.prefix_cache import KVPool
 from agentrl_trainer.inference.requests import RequestError
 from agentrl_trainer.models.sources import ModelError
 
@@ -47,6 +49,25 @@ def test_other_models_are_decoded_by_their_own_modules(make, options, why_not: s
     engine = SamplerEngine(as_base(make()), **options)
     assert engine.strategy == "batched"
     assert engine.why_not_lean.startswith(why_not)
+
+
+def test_a_part_of_each_head_is_not_rotated() -> None:
+    forward = LlamaCpuForward(as_base(qwen3()), {})
+    rotary = forward._rotary
+    forward._rotary = lambda *given: [x[..., :4] for x in rotary(*given)]
+    rows = forward.new_rows(KVPool(1000))
+    rows.reserve(1, 20)
+    with pytest.raises(ValueError, match="rotates a part"):
+        forward([Part(rows, [[1, 2]], [0])])
+
+
+def test_nothing_is_written_beyond_the_rows() -> None:
+    forward = LlamaCpuForward(as_base(qwen3()), {})
+    rows = forward.new_rows(KVPool(1000))
+    rows.reserve(1, 20)
+    for chunks, starts in ([[1] * (rows.time + 1)], [0]), ([[1]] * (rows.rows + 1), [0] * 9):
+        with pytest.raises((AssertionError, ValueError)):
+            forward([Part(rows, chunks, starts[: len(chunks)])])
 
 
 def test_it_works_with_a_torch_without_the_private_operations(engine_of, monkeypatch) -> None:

@@ -190,7 +190,6 @@ void attend(const Batch *b, float *x, const float *query_norm, const float *key_
                 EACH(r, GROUP) states[i].most[r] = -__builtin_inff(), states[i].mass[r] = 0;
                 EACH(r, GROUP) EACH(p, PARTS) states[i].sum[r][p] = (vec){0};
             }
-#define QUERY(t) (x + (t) * width + g * GROUP * DIM)
             const float *queries = x + first * width + g * GROUP * DIM;
             const int64_t stem = g * b->stem_stride;
             see_all(states, queries, width, end - first, stem_keys + stem, stem_values + stem, b->stem, 0);

@@ -55,7 +55,7 @@ class Heads:
 @dataclass(frozen=True)
 class Places:
     """Where new tokens go: ``at[i]`` in row ``rows[i]`` of a rectangle of keys and values. Tokens
-    of one row follow each other."""
+    of one row follow each other, and rows count from 0."""
 
     rows: Tensor  # [N]
     at: Tensor  # [N]
@@ -103,8 +103,17 @@ class TorchKernels:
         q, k = (torch.addcmul(y * cos, y.roll(heads.dim // 2, -1), sin) for y in (q, k))
         keys[places.rows, :, places.at] = k
         values[places.rows, :, places.at] = v
-        found: list[Tensor] = []
         rows, counts = places.rows.unique_consecutive(return_counts=True)
+        if len(rows) == len(x):  # all decode: heads of a group stand in for query positions
+            end = int(places.at.max()) + 1
+            query = q.view(len(x), heads.keys, -1, heads.dim)
+            seen = (torch.arange(end) <= places.at[:, None])[:, None, None]
+            out = F.scaled_dot_product_attention(
+                query, keys[: len(x), :, :end], values[: len(x), :, :end],
+                seen.expand(-1, -1, query.shape[2], -1), scale=heads.scale,
+            )  # fmt: skip
+            return out.flatten(1)
+        found: list[Tensor] = []
         sizes = counts.tolist()
         each = zip(rows.tolist(), q.split(sizes), places.at.split(sizes), strict=True)
         for row, query, at in each:
@@ -213,7 +222,8 @@ def _compiled(dim: int, group: int) -> ctypes.CDLL:
 
 def _openmp() -> str:
     """Return the library whose threads torch uses: those of another one would compete with them."""
-    found = re.findall(r"/.*/libgomp.*", Path("/proc/self/maps").read_text())
+    maps = Path("/proc/self/maps")  # of Linux
+    found = re.findall(r"/.*/libgomp.*", maps.read_text()) if maps.exists() else []
     if not found:
         raise OSError("torch does not use GNU's OpenMP")
     return min(found, key=lambda path: "torch" not in path)

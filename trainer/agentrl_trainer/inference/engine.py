@@ -75,7 +75,7 @@ class SamplerEngine:
         ``int8``: sample with 8-bit weights; see ``linear_products.Int8Linear``.
 
         ``kv_tokens``: budget of key/value storage in tokens; default a share of free memory.
-        ``prefill_chunk``: most prompt tokens between two decode steps, padding included.
+        ``prefill_chunk``: most prompt tokens, and padding, between two decode steps.
         ``after_round`` is called on the engine's thread when the events of a round are delivered,
         so that a bridge to another loop can hand them over once a round.
 
@@ -94,8 +94,8 @@ class SamplerEngine:
         lean = forward if isinstance(forward, LlamaCpuForward) else None
         self._int8 = int8
         if int8:
-            if lean is None or base.device.type != "cpu":
-                why = self.why_not_lean or "it is not on a CPU"
+            if lean is None:
+                why = self.why_not_lean
                 raise ModelError(f"sampler.weights: {base.name!r} cannot have 8-bit weights: {why}")
             on_own_thread(lean.quantize)
             self._weights = Int8Weights(base, lean)

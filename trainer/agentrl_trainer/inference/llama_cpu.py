@@ -3,12 +3,11 @@
 Knows the modules that such a model has, and a KVRows; not requests, adapters or other families.
 
 A step of a small model costs what its operations cost to *start*, and transformers needs about 60
-a layer. Here it is 20: projections of the same input are one product, queries and keys are
-normalized and rotated together, masks and angles are made once for all layers, and additions ride
-on products. The numbers are the same but for the order of floating-point sums; ``choose_forward``
-compares them with the model's own. With many rows, products go through oneDNN where it is faster.
-
-Shapes: B rows, T new tokens, H query and G key heads, D head size.
+a layer. Here it is 8: projections of the same input are one product, additions ride on products,
+and ``cpu_kernels`` computes what is between them. Nothing is padded: the new tokens of all rows
+follow each other. The numbers are the same but for the order of floating-point sums;
+``choose_forward`` compares them with the model's own. With many rows, products go through oneDNN
+where it is faster.
 """
 
 from __future__ import annotations
@@ -39,15 +38,16 @@ _STEP = 256
 
 
 class LlamaCpuForward(BatchedForward):
-    """Applies to float32 models made of the Llama family's parts, as long as nothing but the
-    weights of their linear layers changes.
+    """Applies on a CPU to float32 models made of the Llama family's parts.
+
+    Nothing but the weights of their linear layers may change.
 
     ``keep_weights``: the layers keep their weights, from which versions are merged; processes
     share them where they are mapped from a file. Else they become views of the base model's
     products, which are never freed, so that nothing is held twice.
 
     Raises:
-        ValueError: the model has a part that is not known here.
+        ValueError: the model has a part that is not known here, or is elsewhere.
     """
 
     ragged = True
@@ -68,6 +68,8 @@ class LlamaCpuForward(BatchedForward):
             scale=first.scaling,
             eps=base.model.config.get_text_config().rms_norm_eps,
         )
+        if {self._shape.key_dim, self._shape.value_dim} != {self._heads.dim}:
+            raise ValueError("its keys and values differ in size")
         self._kernels = cpu_kernels(self._heads)
         self.takes_stems = self._kernels.takes_stems
         self._embedding: Tensor = decoder.embed_tokens.weight.data
@@ -80,6 +82,9 @@ class LlamaCpuForward(BatchedForward):
         groups: list[list[nn.Linear]] = []
         for layer in decoder.layers:
             attention, mlp = layer.self_attn, layer.mlp
+            projected = [x.out_features for x in (attention.q_proj, attention.k_proj)]
+            if projected != [self._heads.dim * n for n in (self._heads.queries, self._heads.keys)]:
+                raise ValueError("its layers differ in their heads")
             of_heads = None
             if hasattr(attention, "q_norm"):
                 of_heads = attention.q_norm.weight.data, attention.k_norm.weight.data
@@ -182,10 +187,16 @@ class LlamaCpuForward(BatchedForward):
         rows = [row for row, span in enumerate(spans) for _ in span]
         positions = torch.tensor([at for span in spans for at in span])
         end = max(span.stop for span in spans)
+        # What is compiled would write anywhere.
+        assert part.rows.first <= min(part.starts)
+        assert end <= part.rows.first + part.rows.time
+        assert len(spans) <= part.rows.rows
         if end > len(self._angles[0]):
             at = torch.arange(-(-end // _STEP) * _STEP)
             cos, sin = (x[0] for x in self._rotary(self._embedding, at[None]))
             half = self._heads.dim // 2
+            if cos.shape[1] != self._heads.dim:
+                raise ValueError("it rotates a part of each head")
             self._angles = cos.contiguous(), torch.cat([-sin[:, :half], sin[:, half:]], -1)
         cos, sin = (x.index_select(0, positions) for x in self._angles)
         return Places(torch.tensor(rows), positions - part.rows.first, cos, sin)

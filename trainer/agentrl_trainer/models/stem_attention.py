@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-flash: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+_flash: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 """Attention of queries [n, H, q, D] over [n, G, k, D]; returns the logarithms of the weights' sums
 [n, H, q] too. It is private to torch and may disappear; then stems are gathered."""
 _flash_back: Any = getattr(
     torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None
 )
-available = flash is not None and _flash_back is not None
+available = _flash is not None and _flash_back is not None
 
 
 class Part(NamedTuple):
@@ -57,11 +57,11 @@ class TrieAttention(torch.autograd.Function):
         for part in parts:
             causal = part.mask is None
             q, k, v = _gathered(part, query, key, value)
-            pair = flash(q, k, v, 0.0, causal, attn_mask=part.mask, scale=scale)
+            pair = _flash(q, k, v, 0.0, causal, attn_mask=part.mask, scale=scale)
             found.append(tuple(x.transpose(1, 2).flatten(0, 1) for x in pair))
         out, mass = (torch.cat(x).index_select(0, order) for x in zip(*found, strict=True))
         if stem_keys is not None:
-            pair = flash(query, stem_keys, stem_values, scale=scale)
+            pair = _flash(query, stem_keys, stem_values, scale=scale)
             seen, seen_mass = (x[0].transpose(0, 1) for x in pair)  # [U, H, D], [U, H]
             share = torch.sigmoid(seen_mass - mass)[..., None]
             out.lerp_(seen, share.to(out.dtype))  # a mass is float32 in half precision, too
