@@ -12,7 +12,7 @@ from peft import get_peft_model
 from torch import nn
 
 from agentrl_trainer.inference.adapter_swap import MERGE_BELOW
-from agentrl_trainer.inference.linear_products import on_intel
+from agentrl_trainer.inference.cpu.linear_products import on_intel
 from agentrl_trainer.learner.learner import default_token_budget
 from agentrl_trainer.learner.logprobs import MAX_LOGITS
 from agentrl_trainer.models.lora import lora_config, model_without_weights

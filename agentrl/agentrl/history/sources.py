@@ -26,6 +26,7 @@ from agentrl.runs.recorded import open_store, state_of
 from agentrl_tracer.schemas import Json
 from agentrl_tracer.store import Store, StoreError
 from agentrl_tracer.store.faults import PATIENCE_S
+from agentrl_trainer import names
 
 _LONGEST_NAME = 255  # bytes, of a file
 _PATIENCE_S = 2.0  # for a database that is away: a page must answer
@@ -196,8 +197,7 @@ class Sources:
 
 def cache_folder(shown: str) -> Path:
     """Return this user's folder for what the window keeps of a folder or a store."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    folder = cache / "agentrl" / "window" / hashlib.sha256(shown.encode()).hexdigest()[:16]
+    folder = names.cache_folder() / "window" / hashlib.sha256(shown.encode()).hexdigest()[:16]
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
 

@@ -39,6 +39,15 @@ def frame(console: Console, store: Store, run_id: str) -> tuple[str, list[str]]:
     return shown, shown[shown.rindex("╭") :].splitlines()
 
 
+def test_before_the_model_is_loaded_the_steps_are_not_known() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=80, height=24)
+    with TrainDisplay(console, "agentrl · hello", since=time.perf_counter()) as display:
+        display._live.refresh()  # pyright: ignore[reportPrivateUsage]
+        shown = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    assert "/…" in shown
+    assert "None" not in shown
+
+
 @pytest.fixture
 def run_id(store: Store) -> str:
     """A run with two rollouts running, two that failed before the last step and three after it."""

@@ -105,8 +105,7 @@ def test_the_writers_own_reads_are_of_now_and_leave_nothing_open(tmp_path: Path)
 
 
 def test_to_open_a_store_again_keeps_the_locks_of_the_first(tmp_path: Path) -> None:
-    """Without locks, another process that ends deletes the log in use. Nobody else sees what this
-    one writes then."""
+    """Without them, another process that ends deletes the write-ahead log that is in use."""
     path = tmp_path / "store.db"
     with closing(Store(str(path))) as first:
         run_id = start_run(first)

@@ -4,11 +4,11 @@ Knows PEFT folders and the model's parameters, not requests or caches.
 
 The model computes with an adapter in one of three ways. *Merged*: each version has a copy of the
 adapted weight matrices with the update added, put in place by swapping ``Parameter.data`` (and a
-second copy in the order that ``linear_products.FusedLinear`` computes with). It halves the
+second copy in the order that ``cpu.linear_products.FusedLinear`` computes with). It halves the
 time of a step of a small model, where LoRA's extra products are mostly Python. *Unmerged*: PEFT's
 own layers, for models too large to copy, or in half precision, where a merge rounds the update
 away and sampling would no longer be the policy that the trainer computes. *Beside 8-bit weights*:
-see ``linear_products.Int8Linear``.
+see ``cpu.linear_products.Int8Linear``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from peft import LoraModel, PeftConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers.pytorch_utils import Conv1D
 
-from agentrl_trainer.inference.linear_products import FusedLinear, Int8Linear
+from agentrl_trainer.inference.cpu.linear_products import FusedLinear, Int8Linear
 from agentrl_trainer.inference.llama_cpu import LlamaCpuForward
 from agentrl_trainer.models.loading import BaseModel, evaluation_mode
 from agentrl_trainer.models.lora import read_adapter

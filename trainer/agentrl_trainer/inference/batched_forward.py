@@ -77,9 +77,8 @@ class BatchedForward:
         else:
             ids, places = _padded(part.chunks, part.starts)
         token_ids, positions = torch.tensor([ids, places], device=self._base.device)
-        first = part.rows.first
-        end = max([at[-1] for at in places]) + 1 - first
-        cast(KVRows, part.rows).begin(positions - first, -(-end // TIME_STEP) * TIME_STEP)
+        end = max([at[-1] for at in places]) + 1
+        cast(KVRows, part.rows).begin(positions, -(-end // TIME_STEP) * TIME_STEP)
         return token_ids, positions
 
     def _logits(self, rows: Rows, ids: Tensor, positions: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ class SamplerEngine:
     ) -> None:
         """The engine owns ``base.model`` from here on: no other code may run or change it.
 
-        ``int8``: sample with 8-bit weights; see ``linear_products.Int8Linear``.
+        ``int8``: sample with 8-bit weights; see ``cpu.linear_products.Int8Linear``.
 
         ``kv_tokens``: budget of key/value storage in tokens; default a share of free memory.
         ``prefill_chunk``: most prompt tokens, and padding, between two decode steps.

@@ -185,7 +185,13 @@ class KVRows(Rows, Cache):
         **more: object,
     ) -> tuple[Tensor, Tensor]:
         """``[batch, heads, new, dim]`` in; views ``[batch, heads, view, dim]`` out."""
-        return self.write(layer_idx, key_states.transpose(1, 2), value_states.transpose(1, 2))
+        stored_k, stored_v = self.of_layer(layer_idx)
+        for stored, new in (stored_k, key_states), (stored_v, value_states):
+            width = new.shape[-1]
+            new = new.transpose(1, 2).reshape(-1, width)
+            stored.view(-1, width).index_copy_(0, self._places, new)
+        batch = len(key_states)
+        return stored_k[:batch, :, : self.view], stored_v[:batch, :, : self.view]
 
     # The forward passes a 4D mask and positions, so most models never call these.
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -198,20 +204,11 @@ class KVRows(Rows, Cache):
         return -1
 
     def begin(self, positions: Tensor, view: int) -> None:
-        """Prepare a forward of new tokens at ``positions`` ``[batch, new]`` behind the stem."""
+        """Prepare a forward of new tokens at ``positions`` ``[batch, new]``, without a stem."""
         rows = torch.arange(len(positions), device=positions.device)[:, None, None]
         heads = torch.arange(self.shape.heads, device=positions.device)
         places = (rows * self.shape.heads + heads) * self._keys.shape[3] + positions[..., None]
         self._places, self.view = places.flatten(), view
-
-    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """``[batch, new, heads, dim]`` in, views ``[batch, heads, view, dim]`` out."""
-        stored_k, stored_v = self._keys[layer], self._values[layer]
-        for stored, new in (stored_k, keys), (stored_v, values):
-            width = new.shape[-1]
-            stored.view(-1, width).index_copy_(0, self._places, new.reshape(-1, width))
-        batch = len(keys)
-        return stored_k[:batch, :, : self.view], stored_v[:batch, :, : self.view]
 
     def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return all keys and values ``[rows, heads, time, dim]``, not of the stem."""

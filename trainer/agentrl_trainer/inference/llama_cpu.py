@@ -4,7 +4,7 @@ Knows the modules that such a model has, and a KVRows; not requests, adapters or
 
 A step of a small model costs what its operations cost to *start*, and transformers needs about 60
 a layer. Here it is 8: projections of the same input are one product, additions ride on products,
-and ``cpu_kernels`` computes what is between them. Nothing is padded: the new tokens of all rows
+and ``cpu.kernels`` computes what is between them. Nothing is padded: the new tokens of all rows
 follow each other. The numbers are the same but for the order of floating-point sums;
 ``choose_forward`` compares them with the model's own. With many rows, products go through oneDNN
 where it is faster.
@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from agentrl_trainer.inference.batched_forward import BatchedForward
-from agentrl_trainer.inference.cpu_kernels import Heads, Places, cpu_kernels
+from agentrl_trainer.inference.cpu.kernels import Heads, Places, cpu_kernels
+from agentrl_trainer.inference.cpu.linear_products import FusedLinear, Int8Linear, can_pack
 from agentrl_trainer.inference.kv_cache import KVRows, Part
-from agentrl_trainer.inference.linear_products import FusedLinear, Int8Linear, can_pack
 from agentrl_trainer.models.loading import BaseModel
 
 _PARTS = {
@@ -100,7 +100,7 @@ class LlamaCpuForward(BatchedForward):
         groups.append([cast(nn.Linear, base.model.get_output_embeddings())])
         names = {module: name for name, module in base.model.named_modules()}
         self._groups = [[names[linear] for linear in group] for group in groups]
-        self._packed = can_pack(base.model)
+        self._packed = can_pack()
         self._weights = [[linear.weight.data for linear in group] for group in groups]
         biases = [
             [cast(Tensor, x.bias.data) for x in group if x.bias is not None] for group in groups

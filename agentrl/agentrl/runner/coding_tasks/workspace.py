@@ -20,6 +20,7 @@ from pathlib import Path
 from agentrl.runner import agent_folders
 from agentrl.runner.coding_tasks.printed import Printed
 from agentrl.runner.coding_tasks.task import CodingTask, Files
+from agentrl_trainer.names import cache_folder
 
 _PREPARE_S = 600.0
 _DIFF_S = 60.0
@@ -67,8 +68,7 @@ def original(task: CodingTask, folder: Path) -> Path:
 
 
 def _cache() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = Path(base) / "agentrl/repositories"
+    folder = cache_folder() / "repositories"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 

@@ -1,4 +1,4 @@
-/* The parts of a Llama decoder between its products, in float32. `cpu_kernels.py` compiles it.
+/* The parts of a Llama decoder between its products, in float32. `kernels.py` compiles it.
  *
  * DIM: size of a head. GROUP: query heads that share a key head. LANES: floats of a vector. */
 

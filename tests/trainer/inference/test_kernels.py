@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from small_models import Asked, as_base, llama, worst_difference
 from torch import Tensor
 
-from agentrl_trainer.inference import SampleParams, cpu_kernels
-from agentrl_trainer.inference.cpu_kernels import (
+from agentrl_trainer.inference import SampleParams
+from agentrl_trainer.inference.cpu import kernels as cpu_kernels
+from agentrl_trainer.inference.cpu.kernels import (
     CompiledKernels,
     Heads,
     Places,

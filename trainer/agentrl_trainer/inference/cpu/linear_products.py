@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 _PACK_FROM_ROWS, _PACK_FROM_PRODUCTS = 3, 1_500_000
 """With fewer rows, or multiplications, the plain product is quicker: oneDNN takes 10 µs to start,
@@ -118,15 +117,14 @@ class Int8Linear:
         return self(x).add_(more)
 
 
-def can_pack(model: PreTrainedModel) -> bool:
+def can_pack() -> bool:
     """Whether oneDNN's products are used too; without AVX-512, and on Intel's processors, they are
     no faster.
 
     Its operations are private to torch and may disappear; the decoder works without them.
     """
     return (
-        model.device.type == "cpu"
-        and not on_intel()
+        not on_intel()
         and torch.backends.mkldnn.is_available()
         and hasattr(_onednn, "_reorder_linear_weight")
         and hasattr(_onednn, "_linear_pointwise")

@@ -1,6 +1,6 @@
 """What a Llama decoder computes between its products on a CPU: norms, rotation, attention, SiLU.
 
-Knows tensors, not models, adapters or requests. ``cpu_kernels.c`` computes all of it where there is
+Knows tensors, not models, adapters or requests. ``kernels.c`` computes all of it where there is
 a C compiler (and OpenMP), torch elsewhere, which is slower.
 
 Shapes: N new tokens, H query and G key heads, D head size.
@@ -127,7 +127,7 @@ class TorchKernels:
 
 
 class _Batch(ctypes.Structure):
-    """``Batch`` of cpu_kernels.c."""
+    """``Batch`` of kernels.c."""
 
     _fields_ = (
         ("tokens", ctypes.c_int64),
@@ -140,7 +140,7 @@ class _Batch(ctypes.Structure):
 
 
 class CompiledKernels(TorchKernels):
-    """The same by ``cpu_kernels.c``, compiled for these heads and this processor.
+    """The same by ``kernels.c``, compiled for these heads and this processor.
 
     Raises:
         OSError: there is no C compiler, or it cannot compile this; its text says why.

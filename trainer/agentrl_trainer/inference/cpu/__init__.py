@@ -1,0 +1,1 @@
+"""What the embedded sampler computes with on a CPU: kernels in C, and products."""
