@@ -12,7 +12,6 @@ from peft import get_peft_model
 from torch import nn
 
 from agentrl_trainer.inference.adapter_swap import MERGE_BELOW
-from agentrl_trainer.inference.cpu.linear_products import on_intel
 from agentrl_trainer.learner.learner import default_token_budget
 from agentrl_trainer.learner.logprobs import MAX_LOGITS
 from agentrl_trainer.models.lora import lora_config, model_without_weights
@@ -131,11 +130,9 @@ def estimate_memory(
         f"activations of {tokens} tokens": activation * tokens + logits,
     }
     if cached:
-        # A small model's sampler merges each version into a copy of the linear layers, and may hold
-        # that packed as well on a CPU.
+        # A small model's sampler merges each version into a copy of the linear layers.
         merges = size == 4 and count < MERGE_BELOW and not load_in_4bit and not expert_count(config)
-        held = 2 if merges and on_cpu and not on_intel() else 1
-        version = linear * held * adapters if merges else adapter
+        version = linear * adapters if merges else adapter
         found["sampler"] = weights + _VERSIONS * 4 * version
         heads = getattr(config, "num_attention_heads", 0)  # 0: a state space, without keys
         width = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)

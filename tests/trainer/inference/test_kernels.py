@@ -13,7 +13,7 @@ from small_models import Asked, as_base, llama, worst_difference
 from torch import Tensor
 
 from agentrl_trainer.inference import SampleParams
-from agentrl_trainer.inference.cpu import kernels as cpu_kernels
+from agentrl_trainer.inference.cpu import compiled, linear_products
 from agentrl_trainer.inference.cpu.kernels import (
     CompiledKernels,
     Heads,
@@ -124,16 +124,21 @@ def test_what_is_no_number_shows() -> None:
 @pytest.fixture
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cpu_kernels._compiled.cache_clear()
+    forget()
     yield tmp_path / "agentrl" / "kernels"
-    cpu_kernels._compiled.cache_clear()
+    forget()
+
+
+def forget() -> None:
+    compiled.library.cache_clear()
+    linear_products._library.cache_clear()
 
 
 def test_kernels_are_compiled_once(empty_cache: Path) -> None:
     CompiledKernels(heads())
     (library,) = empty_cache.iterdir()
     made = library.stat().st_mtime_ns
-    cpu_kernels._compiled.cache_clear()
+    forget()
     CompiledKernels(heads())
     assert [file.stat().st_mtime_ns for file in empty_cache.iterdir()] == [made]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import random
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +15,9 @@ from small_models import Asked, as_base, llama, make_adapter, qwen3, worst_diffe
 from transformers import PreTrainedModel
 from transformers.models.ministral3 import Ministral3Config, Ministral3ForCausalLM
 
-from agentrl_trainer.inference import SampleParams, SamplerEngine, llama_cpu
+from agentrl_trainer.inference import SampleParams, SamplerEngine
 from agentrl_trainer.inference.cpu import linear_products
-from agentrl_trainer.inference.cpu.linear_products import FusedLinear, Int8Linear, can_pack
+from agentrl_trainer.inference.cpu.linear_products import FusedLinear, Int8Linear
 from agentrl_trainer.inference.kv_cache import Part
 from agentrl_trainer.inference.llama_cpu import LlamaCpuForward
 from agentrl_trainer.inference.prefix_cache import KVPool
@@ -71,40 +70,6 @@ def test_nothing_is_written_beyond_the_rows() -> None:
             forward([Part(rows, chunks, starts[: len(chunks)])])
 
 
-def test_it_works_with_a_torch_without_the_private_operations(engine_of, monkeypatch) -> None:
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
-    monkeypatch.setattr(linear_products, "on_intel", lambda: False)
-    assert can_pack()
-    monkeypatch.setattr(linear_products, "_onednn", SimpleNamespace())
-    base = as_base(qwen3())
-    plain = copy.deepcopy(base.model)
-    engine = engine_of(base)
-    assert engine.strategy == "llama cpu"
-    assert not can_pack()
-    answer = Asked(engine, list(range(20)), SampleParams(max_tokens=8)).one()
-    assert worst_difference(plain, list(range(20)), answer) < 1e-5
-
-
-@pytest.mark.skipif(
-    not torch.backends.cpu.get_cpu_capability().startswith("AVX"),
-    reason="oneDNN packs nothing here",
-)
-def test_weights_are_packed_when_they_are_used(engine_of, monkeypatch) -> None:
-    monkeypatch.setattr(llama_cpu, "can_pack", lambda: True)
-    monkeypatch.setattr(
-        linear_products, "_PACK_FROM_PRODUCTS", 0
-    )  # so that small ones are worth it
-    base = as_base(qwen3())
-    plain = copy.deepcopy(base.model)
-    engine = engine_of(base)
-    made = engine._scheduler.forward._made
-    assert not made, "the trial's are freed"
-    answer = Asked(engine, list(range(20)), SampleParams(max_tokens=8)).one()
-    assert worst_difference(plain, list(range(20)), answer) < 1e-5
-    assert any("packed" in vars(product) for product in made.values())
-
-
 def test_an_adapter_of_some_layers_comes_and_goes(engine, base, tmp_path: Path) -> None:
     """Of the layers whose weights are joined, only some are adapted."""
     plain = copy.deepcopy(base.model)
@@ -148,9 +113,11 @@ def test_merged_weights_are_freed_at_rest_and_made_again(engine, base, tmp_path:
             assert worst_difference(reference, [1, 2, 3], answer) < 2e-5
 
     check_both()
-    assert version.weights
     assert version.products
+    assert not version.weights, "nothing is held twice"
     assert lean._made
+    engine.score([[1, 2, 3]], "policy").result(30)
+    assert version.weights, "the model's modules score"
     engine.drop_prefixes().result(30)
     assert not any((version.weights, version.products, lean.products, lean._made))
     own = base.model.model.layers[0].self_attn.k_proj.weight
@@ -167,7 +134,7 @@ def test_merged_weights_are_freed_at_rest_and_made_again(engine, base, tmp_path:
 def test_many_rows_of_mixed_lengths_while_an_adapter_is_swapped(
     engine_of, base, tmp_path: Path
 ) -> None:
-    """Products by oneDNN (where there is AVX-512), versions side by side."""
+    """Versions side by side."""
     references = {v: make_adapter(base, tmp_path / f"v{v}", seed=v) for v in (1, 2)}
     engine = engine_of(base, prefill_chunk=1024)
     draw = random.Random(0)
@@ -188,18 +155,48 @@ def test_many_rows_of_mixed_lengths_while_an_adapter_is_swapped(
     assert set().union(*(a.one().versions for a in asked)) == {1, 2}
 
 
-@pytest.mark.parametrize("rows", [1, 15, 16, 70])
+@pytest.fixture(params=["compiled", "torch"])
+def library(request, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "torch":
+        monkeypatch.setattr(linear_products, "_library", lambda: None)
+    else:
+        assert linear_products._library() is not None
+
+
+@pytest.mark.parametrize("rows", [*range(1, 10), 33, 300])
 @pytest.mark.parametrize("bias", [True, False])
-def test_products_are_linear_layers(rows: int, bias: bool) -> None:
-    weights = [torch.randn(8, 24), torch.randn(16, 24)]
-    shift = torch.randn(24) if bias else None
-    x, more = torch.randn(rows, 24), torch.randn(rows, 24)
-    expected = F.linear(x, torch.cat(weights), shift)
-    for packed in {False, torch.backends.cpu.get_cpu_capability().startswith("AVX")}:
-        product = FusedLinear(weights, shift, packed=packed)
-        torch.testing.assert_close(product(x), expected, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(product.plus(x, more), expected + more, rtol=1e-5, atol=1e-5)
-        assert all(map(torch.equal, product.parts, weights))
+@pytest.mark.parametrize("threads", [1, 2, 7])
+def test_products_are_linear_layers(library, rows: int, bias: bool, threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        # Fewer outputs than a panel's; several panels; more inputs than are summed up in one go.
+        for inputs, outputs in (24, [8, 16]), (1, [48, 96]), (1030, [70, 31]), (2100, [144]):
+            weights = [torch.randn(n, inputs) for n in outputs]
+            shift = torch.randn(sum(outputs)) if bias else None
+            x, more = torch.randn(rows, inputs), torch.randn(rows, sum(outputs))
+            expected = F.linear(
+                x.double(), torch.cat(weights).double(), None if shift is None else shift.double()
+            )
+            product = FusedLinear(weights, shift)
+            limit = 1e-6 * inputs + 1e-5
+            assert (product(x) - expected).abs().max() < limit
+            assert (product.plus(x, more) - expected - more).abs().max() < limit
+            assert (
+                product.plus(x.t().contiguous().t(), more) - expected - more
+            ).abs().max() < limit
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_what_is_no_number_shows_in_its_row(library) -> None:
+    product = FusedLinear([torch.randn(100, 60)], None)
+    x = torch.randn(9, 60)
+    x[4, 7] = float("nan")
+    x[8, 3] = float("inf")
+    finite = product(x).isfinite()
+    assert finite.all(1).tolist() == [row not in (4, 8) for row in range(9)]
+    assert not finite[[4, 8]].any()
 
 
 # ---- 8-bit weights

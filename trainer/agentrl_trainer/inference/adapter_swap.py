@@ -3,9 +3,9 @@
 Knows PEFT folders and the model's parameters, not requests or caches.
 
 The model computes with an adapter in one of three ways. *Merged*: each version has a copy of the
-adapted weight matrices with the update added, put in place by swapping ``Parameter.data`` (and a
-second copy in the order that ``cpu.linear_products.FusedLinear`` computes with). It halves the
-time of a step of a small model, where LoRA's extra products are mostly Python. *Unmerged*: PEFT's
+adapted weight matrices with the update added: products of ``LlamaCpuForward``, or tensors put in
+place by swapping ``Parameter.data``. It halves the time of a step of a small model, where LoRA's
+extra products are mostly Python. *Unmerged*: PEFT's
 own layers, for models too large to copy, or in half precision, where a merge rounds the update
 away and sampling would no longer be the policy that the trainer computes. *Beside 8-bit weights*:
 see ``cpu.linear_products.Int8Linear``.
@@ -18,6 +18,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -49,9 +50,9 @@ class PreparedAdapter:
     loras: dict[str, tuple[torch.Tensor, torch.Tensor, float]] = field(default_factory=dict)
     """What ``read_lora`` returns, where weights are merged."""
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Merged: adapted weight by module name, made again where it is empty. Unmerged: empty."""
+    """Adapted weight by module name, where the modules compute with merged ones; else empty."""
     products: Sequence[FusedLinear | Int8Linear] | None = None
-    """The same weights for ``LlamaCpuForward``, if that runs the model."""
+    """The same weights for ``LlamaCpuForward``, if that runs the model; made again at need."""
     key: str = field(default_factory=lambda: f"v{next(_serial)}")
     """PEFT's name for it: unique, since two versions of an adapter live side by side."""
 
@@ -81,6 +82,10 @@ class AdapterWeights(ABC):
             self._use(prepared)
             self._active = prepared
 
+    def activate_modules(self, prepared: PreparedAdapter | None) -> None:
+        """The same, also where the next computation is not a forward, but the model's modules'."""
+        self.activate(prepared)
+
     def drop(self, prepared: PreparedAdapter) -> None:
         if prepared is self._active:
             self.activate(None)
@@ -107,7 +112,7 @@ def why_not_merged(base: BaseModel, merge_below: float = MERGE_BELOW) -> str | N
 
 
 class MergedWeights(AdapterWeights):
-    """Swaps ``Parameter.data``, and the products of ``lean`` if that runs the model."""
+    """Swaps the products of ``lean`` if that runs the model, else ``Parameter.data``."""
 
     def __init__(self, base: BaseModel, lean: LlamaCpuForward | None) -> None:
         super().__init__(base)
@@ -126,6 +131,7 @@ class MergedWeights(AdapterWeights):
             known.add(id(linear.weight))
         # The Parameters stay; only the storage they point at changes.
         self._original = {name: m.weight.data for name, m in self._adapted.items()}
+        self._replaced: set[str] = set()
 
     def prepare(self, folder: Path) -> PreparedAdapter:
         loras = read_lora(folder)
@@ -135,19 +141,8 @@ class MergedWeights(AdapterWeights):
             shape = tuple(self._original[name].shape) if name in self._original else None
             check_fits(folder, name, shape, (b.shape[0], a.shape[1]))
             loras[name] = a, b, scale
-        self._merge(prepared := PreparedAdapter(folder, loras))
+        self._make(prepared := PreparedAdapter(folder, loras))
         return prepared
-
-    @torch.inference_mode(False)  # no Parameter takes the data of a tensor of that mode
-    @torch.no_grad()
-    def _merge(self, prepared: PreparedAdapter) -> None:
-        merged: dict[str, torch.Tensor] = {}
-        for name, (a, b, scale) in prepared.loras.items():
-            weight = self._original[name]
-            update = (b.to(weight.device).float() @ a.to(weight.device).float()) * scale
-            merged[name] = (weight.float() + update).to(weight.dtype)
-        products = None if self._lean is None else self._lean.adapted(merged)
-        prepared.weights, prepared.products = merged, products  # all of it, or nothing
 
     def rest(self, adapters: Iterable[PreparedAdapter]) -> None:
         self.activate(None)
@@ -156,15 +151,41 @@ class MergedWeights(AdapterWeights):
         if self._lean is not None:
             self._lean.free_base()
 
+    def activate_modules(self, prepared: PreparedAdapter | None) -> None:
+        self.activate(prepared)
+        if prepared:
+            prepared.weights = prepared.weights or self._merged(prepared)
+            self._replace(prepared.weights)
+
     def _use(self, prepared: PreparedAdapter | None) -> None:
-        if prepared and not prepared.weights:
-            self._merge(prepared)
-        weights = prepared.weights if prepared else {}
-        before = self._active.weights if self._active else {}
-        for name in before.keys() | weights.keys():
-            self._adapted[name].weight.data = weights.get(name, self._original[name])
+        if prepared and not (prepared.weights or prepared.products):
+            self._make(prepared)
         if self._lean is not None:
             self._lean.products = prepared and prepared.products
+        self._replace(prepared.weights if prepared else {})
+
+    def _make(self, prepared: PreparedAdapter) -> None:
+        if self._lean is None:
+            prepared.weights = self._merged(prepared)
+        else:
+            merge = partial(self._merge, prepared)
+            prepared.products = self._lean.adapted(prepared.loras, merge)
+
+    def _merged(self, prepared: PreparedAdapter) -> dict[str, torch.Tensor]:
+        return {name: self._merge(prepared, name) for name in prepared.loras}
+
+    @torch.inference_mode(False)  # no Parameter takes the data of a tensor of that mode
+    @torch.no_grad()
+    def _merge(self, prepared: PreparedAdapter, name: str) -> torch.Tensor:
+        a, b, scale = prepared.loras[name]
+        weight = self._original[name]
+        update = (b.to(weight.device).float() @ a.to(weight.device).float()) * scale
+        return (weight.float() + update).to(weight.dtype)
+
+    def _replace(self, weights: dict[str, torch.Tensor]) -> None:
+        for name in self._replaced | weights.keys():
+            self._adapted[name].weight.data = weights.get(name, self._original[name])
+        self._replaced = set(weights)
 
 
 class Int8Weights(AdapterWeights):

@@ -84,9 +84,7 @@ class SamplerEngine:
         """
         self.base = base
         unmerged = why_not_merged(base, math.inf if int8 else merge_below)
-        chosen = on_own_thread(
-            choose_forward, base, llama_cpu=unmerged is None, keep_weights=not int8
-        )
+        chosen = on_own_thread(choose_forward, base, llama_cpu=unmerged is None)
         self.strategy, forward, refused = chosen
         """Name of the forward strategy: see docs/models.md."""
         self.why_not_lean = unmerged or refused

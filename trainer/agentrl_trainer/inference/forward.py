@@ -56,14 +56,10 @@ top of it, which shows best directly behind them; the rows are longer than shrun
 
 
 @torch.inference_mode()
-def choose_forward(
-    base: BaseModel, *, llama_cpu: bool, keep_weights: bool = True
-) -> tuple[str, Forward, str | None]:
+def choose_forward(base: BaseModel, *, llama_cpu: bool) -> tuple[str, Forward, str | None]:
     """Return the first strategy that computes what a plain run of the model does, and its name.
 
     Also returns why ``LlamaCpuForward`` was refused, None if it was not (or ``llama_cpu`` is off).
-    ``keep_weights``: see there.
-
     Raises:
         ModelError: no strategy reproduces a plain run.
     """
@@ -71,7 +67,7 @@ def choose_forward(
     accepted = inspect.signature(type(model).forward).parameters
     options = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
     attention = cast(str, model.config._attn_implementation)
-    lean = ("llama cpu", 1e-4, partial(LlamaCpuForward, keep_weights=keep_weights))
+    lean = ("llama cpu", 1e-4, LlamaCpuForward)
     strategies = (lean, *STRATEGIES) if llama_cpu else STRATEGIES
     refused: list[tuple[str, str]] = []
     with shrunk_windows(model):

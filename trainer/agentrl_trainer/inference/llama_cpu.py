@@ -6,14 +6,13 @@ A step of a small model costs what its operations cost to *start*, and transform
 a layer. Here it is 8: projections of the same input are one product, additions ride on products,
 and ``cpu.kernels`` computes what is between them. Nothing is padded: the new tokens of all rows
 follow each other. The numbers are the same but for the order of floating-point sums;
-``choose_forward`` compares them with the model's own. With many rows, products go through oneDNN
-where it is faster.
+``choose_forward`` compares them with the model's own.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, cast
 
 import torch
@@ -23,7 +22,7 @@ from transformers import PreTrainedModel
 
 from agentrl_trainer.inference.batched_forward import BatchedForward
 from agentrl_trainer.inference.cpu.kernels import Heads, Places, cpu_kernels
-from agentrl_trainer.inference.cpu.linear_products import FusedLinear, Int8Linear, can_pack
+from agentrl_trainer.inference.cpu.linear_products import FusedLinear, Int8Linear
 from agentrl_trainer.inference.kv_cache import KVRows, Part
 from agentrl_trainer.models.loading import BaseModel
 
@@ -42,19 +41,13 @@ class LlamaCpuForward(BatchedForward):
 
     Nothing but the weights of their linear layers may change.
 
-    ``keep_weights``: the layers keep their weights, from which versions are merged; processes
-    share them where they are mapped from a file. Else they become views of the base model's
-    products, which are never freed, so that nothing is held twice.
-
     Raises:
         ValueError: the model has a part that is not known here, or is elsewhere.
     """
 
     ragged = True
 
-    def __init__(
-        self, base: BaseModel, options: dict[str, Any], *, keep_weights: bool = True
-    ) -> None:
+    def __init__(self, base: BaseModel, options: dict[str, Any]) -> None:
         if base.device.type != "cpu":
             raise ValueError(f"it is on {base.device}")
         super().__init__(base, options)
@@ -100,7 +93,6 @@ class LlamaCpuForward(BatchedForward):
         groups.append([cast(nn.Linear, base.model.get_output_embeddings())])
         names = {module: name for name, module in base.model.named_modules()}
         self._groups = [[names[linear] for linear in group] for group in groups]
-        self._packed = can_pack()
         self._weights = [[linear.weight.data for linear in group] for group in groups]
         biases = [
             [cast(Tensor, x.bias.data) for x in group if x.bias is not None] for group in groups
@@ -111,11 +103,6 @@ class LlamaCpuForward(BatchedForward):
         self.int8_products: list[Int8Linear] = []
         self.products: Sequence[FusedLinear | Int8Linear] | None = None
         """Those in use; None: the base model's, which are made at their first use."""
-        for index, group in enumerate([] if keep_weights else groups):
-            self._weights[index] = self._base_product(index).parts
-            for linear, part in zip(group, self._weights[index], strict=True):
-                if linear.weight.data_ptr() != self._embedding.data_ptr():
-                    linear.weight.data = part  # else it is looked up by rows, too
 
     def free_base(self) -> None:
         """Free the base model's products until they are used again."""
@@ -124,25 +111,20 @@ class LlamaCpuForward(BatchedForward):
     def _base_product(self, index: int) -> FusedLinear:
         made = self._made.get(index)
         if made is None:  # another thread may free or make it meanwhile, which does no harm
-            own = self._weights[index], self._biases[index]
-            made = self._made[index] = FusedLinear(*own, packed=self._packed)
+            made = FusedLinear(self._weights[index], self._biases[index])
+            self._made[index] = made
         return made
 
-    def adapted(self, weights: dict[str, Tensor]) -> list[FusedLinear]:
-        """Return products with these weights, by module name, in place of the base model's.
-
-        The tensors in ``weights`` are replaced by views of the products', so nothing is held twice.
-        """
+    def adapted(self, names: Container[str], weight: Callable[[str], Tensor]) -> list[FusedLinear]:
+        """Return products in which these modules have other weights than the base model's."""
         products: list[FusedLinear] = []
-        for index, names in enumerate(self._groups):
-            if weights.keys().isdisjoint(names):
+        for index, group in enumerate(self._groups):
+            if not any(name in names for name in group):
                 products.append(self._base_product(index))
                 continue
-            own = zip(names, self._weights[index], strict=True)
-            parts = [weights.get(name, part) for name, part in own]
-            products.append(FusedLinear(parts, self._biases[index], packed=self._packed))
-            products[-1].pack()  # the thread that samples shall not wait for it
-            weights.update(zip(names, products[-1].parts, strict=True))
+            own = zip(group, self._weights[index], strict=True)
+            parts = [weight(name) if name in names else part for name, part in own]
+            products.append(FusedLinear(parts, self._biases[index]))
         return products
 
     def quantize(self) -> None:

@@ -118,7 +118,7 @@ class Scheduler:
         lane = self.current.get(adapter)
         if lane is None:
             raise RequestError("unknown_adapter", f"no adapter {adapter!r} is loaded")
-        self.weights.activate(lane.weights)
+        self.weights.activate_modules(lane.weights)
         return self.scorer(rows, top, lane.version)
 
     # -- a round --------------------------------------------------------------------------------

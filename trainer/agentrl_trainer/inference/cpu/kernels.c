@@ -9,10 +9,14 @@
 #define WORTH 4  /* tokens for which a tile of keys is transposed */
 #define PARTS (DIM / LANES)
 #define FEW 16384 /* numbers that are not worth waking other threads */
+#define PAIR 2
 #define EACH(i, n) for (int i = 0; i < (n); i++)
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4)));
+
+static const int32_t lanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#define LANE (*(const ivec *)lanes)
 
 static inline float exponential(float x) {
     x = x < -87.f ? -87.f : x > 88.f ? 88.f : x; /* NaN stays */
@@ -61,8 +65,8 @@ typedef struct {
 
 /* Running softmax of the query heads of a group (arXiv:1805.02867). */
 typedef struct {
-    float most[GROUP], mass[GROUP];
-    vec sum[GROUP][PARTS];
+    float most[GROUP];
+    vec mass[GROUP], sum[GROUP][PARTS];
 } State;
 
 static inline vec larger(vec a, vec b) {
@@ -75,23 +79,27 @@ static inline float largest(const vec *x) { /* of TILE numbers */
     for (int i = 1; i < TILE / LANES; i++) most = larger(most, x[i]);
 #pragma GCC unroll 8
     for (int half = LANES / 2; half; half /= 2) {
-        ivec other;
-        EACH(l, LANES) other[l] = (l + half) % LANES;
-        most = larger(most, __builtin_shuffle(most, other));
+        most = larger(most, __builtin_shuffle(most, (LANE + half) & (LANES - 1)));
     }
     return most[0];
 }
 
-/* Let the heads of a token see n more keys and values. */
-static void see(State *state, const float *query, const vec (*turned)[TILE / LANES], const float *keys,
-                const float *values, int n) {
-    float weights[GROUP][TILE];
+/* Let the heads of `tokens` tokens see n more keys and values, and one more of each next token if it `grows`. */
+static inline __attribute__((always_inline)) void see(const int tokens, State *states, const float *queries,
+                                                      int64_t width, const vec (*turned)[TILE / LANES],
+                                                      const float *keys, const float *values, int n, int grows) {
+    float weights[PAIR * GROUP][TILE];
     if (turned) { /* sums of whole vectors */
-        vec scores[GROUP][TILE / LANES] = {0};
-        EACH(d, DIM) EACH(r, GROUP) EACH(i, TILE / LANES) scores[r][i] += query[r * DIM + d] * turned[d][i];
-        __builtin_memcpy(weights, scores, sizeof weights);
+        vec scores[PAIR * GROUP][TILE / LANES] = {0};
+        EACH(d, DIM) {
+            vec k[TILE / LANES];
+            EACH(i, TILE / LANES) k[i] = turned[d][i];
+            EACH(x, tokens) EACH(r, GROUP) EACH(i, TILE / LANES)
+                scores[x * GROUP + r][i] += queries[x * width + r * DIM + d] * k[i];
+        }
+        __builtin_memcpy(weights, scores, tokens * GROUP * TILE * sizeof(float));
     } else {
-        const vec *q = (const vec *)query;
+        const vec *q = (const vec *)queries;
         EACH(t, n) {
             const vec *k = (const vec *)(keys + t * DIM);
             EACH(r, GROUP) {
@@ -103,25 +111,29 @@ static void see(State *state, const float *query, const vec (*turned)[TILE / LAN
             }
         }
     }
-    EACH(r, GROUP) {
-        float most = state->most[r], mass = 0;
-        for (int t = n; t < TILE; t++) weights[r][t] = -__builtin_inff();
-        const float found = largest((const vec *)weights[r]);
-        most = found > most ? found : most;
-        EACH(t, TILE) weights[r][t] = exponential(weights[r][t] - most);
-        EACH(t, TILE) mass += weights[r][t];
-        float before = exponential(state->most[r] - most);
-        state->most[r] = most;
-        state->mass[r] = state->mass[r] * before + mass;
-        EACH(i, PARTS) state->sum[r][i] *= before;
+    EACH(x, tokens) EACH(r, GROUP) {
+        float *own = weights[x * GROUP + r];
+        State *state = states + x;
+        for (int t = n + x * grows; t < TILE; t++) own[t] = -__builtin_inff();
+        const float found = largest((const vec *)own);
+        if (!(found <= state->most[r])) { /* NaN goes on */
+            float before = exponential(state->most[r] - found);
+            state->most[r] = found;
+            state->mass[r] *= before;
+            EACH(i, PARTS) state->sum[r][i] *= before;
+        }
+        EACH(t, TILE) own[t] = exponential(own[t] - state->most[r]);
+        EACH(i, TILE / LANES) state->mass[r] += ((const vec *)own)[i];
     }
-    vec sum[GROUP][PARTS];
-    __builtin_memcpy(sum, state->sum, sizeof sum);
-    EACH(t, n) {
-        const vec *v = (const vec *)(values + t * DIM);
-        EACH(r, GROUP) EACH(i, PARTS) sum[r][i] += weights[r][t] * v[i];
+    vec sum[PAIR * GROUP][PARTS];
+    EACH(x, tokens) EACH(r, GROUP) EACH(i, PARTS) sum[x * GROUP + r][i] = states[x].sum[r][i];
+    const int most = n + (tokens - 1) * grows;
+    EACH(t, most < TILE ? most : TILE) {
+        vec v[PARTS];
+        EACH(i, PARTS) v[i] = ((const vec *)(values + t * DIM))[i];
+        EACH(x, tokens * GROUP) EACH(i, PARTS) sum[x][i] += weights[x][t] * v[i];
     }
-    __builtin_memcpy(state->sum, sum, sizeof sum);
+    EACH(x, tokens) EACH(r, GROUP) EACH(i, PARTS) states[x].sum[r][i] = sum[x * GROUP + r][i];
 }
 
 /* Let tokens see keys and values [., DIM]: the first one reach of them, each one `grows` more than the one before. */
@@ -132,11 +144,14 @@ static void see_all(State *states, const float *queries, int64_t width, int toke
         const float *k = keys + at * DIM;
         const int64_t most = reach + (tokens - 1) * grows - at, rows = most < TILE ? most : TILE;
         if (tokens >= WORTH) EACH(d, DIM) EACH(t, TILE) turned[d][t] = t < rows ? k[t * DIM + d] : 0;
-        EACH(i, tokens) {
+        for (int i = 0; i < tokens; i++) {
             const int64_t left = reach + i * grows - at;
-            if (left > 0)
-                see(states + i, queries + i * width, tokens < WORTH ? 0 : (const void *)turned, k, values + at * DIM,
-                    left < TILE ? left : TILE);
+            if (left <= 0) continue;
+            const int n = left < TILE ? left : TILE;
+            const float *q = queries + i * width, *v = values + at * DIM;
+            if (tokens < WORTH) see(1, states + i, q, width, 0, k, v, n, 0);
+            else if (i + 1 < tokens) see(2, states + i++, q, width, (const void *)turned, k, v, n, grows);
+            else see(1, states + i, q, width, (const void *)turned, k, v, n, 0);
         }
     }
 }
@@ -187,7 +202,7 @@ void attend(const Batch *b, float *x, const float *query_norm, const float *key_
             const int64_t end = first + block < b->tokens ? first + block : b->tokens;
             State states[TOKENS];
             EACH(i, end - first) {
-                EACH(r, GROUP) states[i].most[r] = -__builtin_inff(), states[i].mass[r] = 0;
+                EACH(r, GROUP) states[i].most[r] = -__builtin_inff(), states[i].mass[r] = (vec){0};
                 EACH(r, GROUP) EACH(p, PARTS) states[i].sum[r][p] = (vec){0};
             }
             const float *queries = x + first * width + g * GROUP * DIM;
@@ -202,7 +217,9 @@ void attend(const Batch *b, float *x, const float *query_norm, const float *key_
             for (int64_t t = first; t < end; t++)
                 EACH(r, GROUP) {
                     vec *to = (vec *)(y + (t * heads + g * GROUP + r) * DIM);
-                    EACH(p, PARTS) to[p] = states[t - first].sum[r][p] / states[t - first].mass[r];
+                    float mass = 0;
+                    EACH(i, LANES) mass += states[t - first].mass[r][i];
+                    EACH(p, PARTS) to[p] = states[t - first].sum[r][p] / mass;
                 }
         }
     }

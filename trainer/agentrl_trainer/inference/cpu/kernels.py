@@ -9,34 +9,20 @@ Shapes: N new tokens, H query and G key heads, D head size.
 from __future__ import annotations
 
 import ctypes
-import functools
-import hashlib
 import logging
 import math
-import os
-import re
-import shlex
-import shutil
-import subprocess
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from agentrl_trainer.names import cache_folder
+from agentrl_trainer.inference.cpu import compiled
+from agentrl_trainer.inference.cpu.compiled import address
 
 log = logging.getLogger(__name__)
 
-_SOURCE = Path(__file__).with_suffix(".c")
 _LANES = 16
-_FLAGS = [
-    "-O3", "-march=native", "-std=gnu11", "-fPIC", "-fopenmp", "-fno-math-errno",
-    "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math", "-freciprocal-math",
-]  # fmt: skip
-"""Sums in any order, but NaN and infinity as they are."""
 
 
 @dataclass(frozen=True)
@@ -150,12 +136,16 @@ class CompiledKernels(TorchKernels):
 
     def __init__(self, heads: Heads) -> None:
         super().__init__(heads)
-        self._library = _compiled(heads.dim, heads.queries // heads.keys)
+        group = heads.queries // heads.keys
+        lanes = math.gcd(heads.dim, _LANES)
+        self._library = compiled.library(
+            "kernels", f"DIM={heads.dim}", f"GROUP={group}", f"LANES={lanes}"
+        )
 
     def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         y, size = torch.empty_like(x), x.shape[-1]
         self._library.rms_norm(
-            _at(x), _at(weight), _at(y), ctypes.c_int64(x.numel() // size), size,
+            address(x), address(weight), address(y), ctypes.c_int64(x.numel() // size), size,
             ctypes.c_float(self.heads.eps), torch.get_num_threads(),
         )  # fmt: skip
         return y
@@ -163,7 +153,7 @@ class CompiledKernels(TorchKernels):
     def silu_mul(self, x: Tensor) -> Tensor:
         y = x.new_empty(len(x), x.shape[1] // 2)
         rows, size = ctypes.c_int64(len(y)), y.shape[1]
-        self._library.silu_mul(_at(x), _at(y), rows, size, torch.get_num_threads())
+        self._library.silu_mul(address(x), address(y), rows, size, torch.get_num_threads())
         return y
 
     def attend(
@@ -179,8 +169,8 @@ class CompiledKernels(TorchKernels):
             heads.scale, heads.eps, torch.get_num_threads(),
         )  # fmt: skip
         pairs = (norms, rectangle, stem)
-        pointers = [p for pair in pairs for p in (map(_at, pair) if pair else (None, None))]
-        self._library.attend(ctypes.byref(batch), _at(x), *pointers, _at(y))
+        pointers = [p for pair in pairs for p in (map(address, pair) if pair else (None, None))]
+        self._library.attend(ctypes.byref(batch), address(x), *pointers, address(y))
         return y
 
 
@@ -191,46 +181,3 @@ def cpu_kernels(heads: Heads) -> TorchKernels:
     except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
         log.warning("the embedded sampler is slower without its compiled kernels: %s", error)
         return TorchKernels(heads)
-
-
-def _at(x: Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(x.data_ptr())
-
-
-@functools.cache
-def _compiled(dim: int, group: int) -> ctypes.CDLL:
-    """Compile for heads of this size and so many queries' heads a key's; kept in the cache."""
-    compiler = next(filter(None, map(shutil.which, ("gcc", "cc"))), None)
-    if compiler is None:
-        raise OSError("there is no C compiler (gcc)")
-    openmp = _openmp()
-    sizes = [f"-DDIM={dim}", f"-DGROUP={group}", f"-DLANES={math.gcd(dim, _LANES)}"]
-    flags = [*_FLAGS, *sizes]
-    # The cache may be shared by machines with other processors.
-    target = _run(compiler, "-march=native", "-Q", "--help=target")
-    key = "\n".join([_SOURCE.read_text(), target, openmp, *flags])
-    library = cache_folder() / "kernels" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.so"
-    if not library.exists():
-        library.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-            made, shared = f"{folder}/made.o", f"{folder}/made.so"
-            _run(compiler, *flags, "-c", str(_SOURCE), "-o", made)
-            _run(compiler, "-shared", made, openmp, "-o", shared)
-            os.replace(shared, library)
-    return ctypes.CDLL(str(library))
-
-
-def _openmp() -> str:
-    """Return the library whose threads torch uses: those of another one would compete with them."""
-    maps = Path("/proc/self/maps")  # of Linux
-    found = re.findall(r"/.*/libgomp.*", maps.read_text()) if maps.exists() else []
-    if not found:
-        raise OSError("torch does not use GNU's OpenMP")
-    return min(found, key=lambda path: "torch" not in path)
-
-
-def _run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise OSError(f"{shlex.join(command)} failed: {done.stderr.strip()}")
-    return done.stdout

@@ -1,23 +1,22 @@
-"""Products of a model's linear layers on a CPU, fused by common input: MKL, oneDNN, 8-bit weights.
+"""Products of a model's linear layers on a CPU, fused by common input, also with 8-bit weights.
 
-Knows tensors and processors, not models.
+Knows tensors, not models.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-_PACK_FROM_ROWS, _PACK_FROM_PRODUCTS = 3, 1_500_000
-"""With fewer rows, or multiplications, the plain product is quicker: oneDNN takes 10 µs to start,
-MKL 2, and few rows are bound by reading the weights."""
-_onednn = torch.ops.mkldnn
+from agentrl_trainer.inference.cpu import compiled
+from agentrl_trainer.inference.cpu.compiled import address
+
 _DIGIT = 127
 _SECOND = 2 * _DIGIT
 """What a first digit's step is divided by: its rounding error is at most half of it."""
@@ -26,42 +25,40 @@ _SECOND = 2 * _DIGIT
 class FusedLinear:
     """``x [rows, in] -> x Wᵀ + bias`` of one or more linear layers that read the same ``x``.
 
-    MKL is quickest with the weights as [in, out]. On processors that are not Intel's it does not
-    use AVX-512. There oneDNN takes half the time for many rows; it wants the weights in an order of
-    its own (``packed``), so they are held twice from their first use on.
+    ``linear_products.c`` computes it where it can be compiled, with the weights in an order of its
+    own, else torch.
     """
 
-    def __init__(self, weights: Sequence[Tensor], bias: Tensor | None, *, packed: bool) -> None:
-        self._transposed = torch.cat([w.t() for w in weights], 1).contiguous()
-        self.parts = [part.t() for part in self._transposed.split([len(w) for w in weights], 1)]
-        """The layers' weights [out, in], as views of the one tensor that is used here."""
+    def __init__(self, weights: Sequence[Tensor], bias: Tensor | None) -> None:
+        whole = weights[0] if len(weights) == 1 else torch.cat(list(weights))
+        self.outputs, self.inputs = whole.shape
         self.bias = bias
-        least = max(_PACK_FROM_ROWS, _PACK_FROM_PRODUCTS // self._transposed.numel())
-        self._packed_from = least if packed else math.inf
-
-    @functools.cached_property
-    def packed(self) -> Tensor:
-        return _onednn._reorder_linear_weight(self._transposed.t().contiguous())
-
-    def pack(self) -> None:
-        """Make ``packed`` now, rather than at its first use, if it may be used."""
-        if self._packed_from < math.inf:
-            _ = self.packed
+        self._library = _library()
+        if self._library is None:
+            self._weight = whole.t().contiguous()
+        else:
+            width = self._library.width()
+            filled = F.pad(whole, (0, 0, 0, -self.outputs % width))
+            self._weight = filled.view(-1, width, self.inputs).transpose(1, 2).contiguous()
 
     def __call__(self, x: Tensor) -> Tensor:
-        if len(x) >= self._packed_from:
-            return _onednn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-        if self.bias is None:
-            return torch.mm(x, self._transposed)
-        return torch.addmm(self.bias, x, self._transposed)
+        return self._product(x, self.bias)
 
     def plus(self, x: Tensor, more: Tensor) -> Tensor:
-        """Return ``self(x) + more`` by the cheaper of two orders of summation."""
-        if len(x) >= self._packed_from:
-            return _onednn._linear_pointwise.binary(x, more, self.packed, self.bias, "add")
-        if self.bias is not None:
-            more = more + self.bias
-        return torch.addmm(more, x, self._transposed)
+        """Return ``self(x) + more``."""
+        return self._product(x, more if self.bias is None else more + self.bias)
+
+    def _product(self, x: Tensor, more: Tensor | None) -> Tensor:
+        """``more`` is a row for each one of x, or one for all."""
+        if self._library is None:
+            return torch.mm(x, self._weight) if more is None else torch.addmm(more, x, self._weight)
+        x, more = x.contiguous(), None if more is None else more.contiguous()
+        y = x.new_empty(len(x), self.outputs)
+        tensors = map(address, (x, self._weight, more, y))
+        stride = self.outputs if more is not None and more.dim() > 1 else 0
+        numbers = map(ctypes.c_int64, (stride, len(x), self.inputs, self.outputs))
+        self._library.product(*tensors, *numbers, torch.get_num_threads())
+        return y
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,24 +114,9 @@ class Int8Linear:
         return self(x).add_(more)
 
 
-def can_pack() -> bool:
-    """Whether oneDNN's products are used too; without AVX-512, and on Intel's processors, they are
-    no faster.
-
-    Its operations are private to torch and may disappear; the decoder works without them.
-    """
-    return (
-        not on_intel()
-        and torch.backends.mkldnn.is_available()
-        and hasattr(_onednn, "_reorder_linear_weight")
-        and hasattr(_onednn, "_linear_pointwise")
-        and torch.backends.cpu.get_cpu_capability() == "AVX512"
-    )
-
-
 @functools.cache
-def on_intel() -> bool:
+def _library() -> ctypes.CDLL | None:
     try:
-        return "GenuineIntel" in Path("/proc/cpuinfo").read_text()
-    except OSError:  # macOS
-        return False
+        return compiled.library("linear_products")
+    except (OSError, RuntimeError):  # ``cpu_kernels`` says why
+        return None
