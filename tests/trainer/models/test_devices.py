@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import platform
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -139,3 +141,31 @@ def test_large_tensors_go_back_to_the_system() -> None:
     assert Process().memory_info().rss > before + 40 * 2**20
     return_freed_memory()
     assert Process().memory_info().rss < before + 20 * 2**20
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_what_a_sampler_frees_is_taken_again() -> None:
+    """In a process of its own, because it changes all allocations."""
+    code = """
+import resource, torch
+from agentrl_trainer.models.devices import *
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        [torch.ones(2**21) for _ in range(4)]  # 8 MiB each
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+before = faults()
+keep_freed_tensors(torch.device("cpu"))
+faults()
+kept = faults()
+return_large_tensors(torch.device("cpu"))
+keep_freed_tensors(torch.device("cpu"))
+return_freed_memory()
+print(before, kept, faults())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    before, kept, returned = map(int, done.stdout.split())
+    assert kept < before / 10
+    assert returned > before / 2

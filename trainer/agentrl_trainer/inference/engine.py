@@ -42,7 +42,11 @@ from agentrl_trainer.inference.requests import (
 from agentrl_trainer.inference.sampling import uniforms
 from agentrl_trainer.inference.scheduler import Scheduler
 from agentrl_trainer.inference.sequences import Sequence, StopStrings
-from agentrl_trainer.models.devices import on_own_thread, return_freed_memory
+from agentrl_trainer.models.devices import (
+    keep_freed_tensors,
+    on_own_thread,
+    return_freed_memory,
+)
 from agentrl_trainer.models.loading import BaseModel
 from agentrl_trainer.models.sources import ModelError
 
@@ -83,6 +87,7 @@ class SamplerEngine:
             ModelError: no strategy samples from this model exactly, or none with 8-bit weights.
         """
         self.base = base
+        keep_freed_tensors(base.device)
         unmerged = why_not_merged(base, math.inf if int8 else merge_below)
         chosen = on_own_thread(choose_forward, base, llama_cpu=unmerged is None)
         self.strategy, forward, refused = chosen
