@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
 
 import pytest
 import real_vllm
@@ -95,7 +94,7 @@ def smollm2() -> str:
     try:
         return resolve_model("smollm2-135m")
     except ModelError as error:
-        if not isinstance(error.__cause__, URLError):
+        if "has the SHA-256" in str(error):
             raise
         pytest.skip(str(error))
 

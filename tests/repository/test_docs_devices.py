@@ -24,7 +24,10 @@ def names_a_device(node: ast.AST) -> bool:
     """Tell whether an expression names CUDA or MPS, or compares something with the CPU."""
     match node:
         case ast.Constant(value=str(text)):
-            return text in ("cuda", "mps") or text.startswith(("cuda:", "mps:"))
+            known = text in ("cuda", "mps", "CUDA_VISIBLE_DEVICES", "num_gpus")
+            return known or text.startswith(("cuda:", "mps:"))
+        case ast.keyword(arg="num_gpus"):
+            return True
         case ast.Attribute(attr=("cuda" | "mps" | "is_cuda" | "is_mps" | "is_cpu")):
             return True
         case ast.Compare():

