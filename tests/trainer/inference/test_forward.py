@@ -7,10 +7,14 @@ import copy
 import pytest
 import torch
 from model_zoo import tiny_model
-from small_models import Asked, as_base, make_adapter, settle, worst_difference
+from small_models import Asked, as_base, llama, make_adapter, settle, worst_difference
 
 from agentrl_trainer.inference import SampleParams, SamplerEngine
-from agentrl_trainer.inference.recurrent_cache import Past, tensor_bytes
+from agentrl_trainer.inference.batched_forward import BatchedForward
+from agentrl_trainer.inference.kv_cache import Part
+from agentrl_trainer.inference.llama_cpu import LlamaCpuForward
+from agentrl_trainer.inference.prefix_cache import KVPool
+from agentrl_trainer.inference.recurrent_cache import Past, RowByRowForward, tensor_bytes
 from agentrl_trainer.models.loading import BaseModel
 from agentrl_trainer.models.sources import ModelError
 
@@ -103,3 +107,27 @@ def test_refuses_a_model_that_looks_ahead() -> None:
         ModelError, match=r"cannot serve.*vLLM.*row by row, recomputed: its logits differ"
     ):
         SamplerEngine(small("bert-generation"))
+
+
+@pytest.mark.parametrize("kind", [LlamaCpuForward, BatchedForward, RowByRowForward])
+def test_logits_are_those_of_the_wanted_rows(kind) -> None:
+    base = as_base(llama())
+    forward = kind(base, {}, past=Past.CHUNKS) if kind is RowByRowForward else kind(base, {})
+
+    def logits(wanted: list[list[int] | None]) -> list[torch.Tensor]:
+        parts: list[Part] = []
+        of_parts = [[1, 2, 3], [4]], [[5, 6], [7, 8, 9], [2]]
+        for chunks, rows_of in zip(of_parts, wanted, strict=True):
+            rows = forward.new_rows(KVPool(10**6))
+            rows.reserve(len(chunks), 20)
+            for chunk in chunks:
+                rows.append(chunk)
+            parts.append(Part(rows, chunks, [0] * len(chunks), rows_of))
+        with torch.inference_mode():
+            return forward(parts)
+
+    first, second = logits([None, None])
+    for some in [[0], [2, 0]], [[], [1]], [None, []], [[], []]:
+        for all_rows, asked, found in zip((first, second), some, logits(some), strict=True):
+            expected = all_rows if asked is None else all_rows[asked]
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

@@ -63,8 +63,12 @@ class BatchedForward:
         return KVRows(self._shape, pool, stem, first)
 
     def __call__(self, parts: Sequence[Part]) -> list[Tensor]:
-        """Logits ``[batch, vocab]`` of each part, after the last token of each chunk."""
-        return [self._logits(part.rows, *self._prepare(part)) for part in parts]
+        """Logits ``[wanted, vocab]`` of each part, after the last token of each wanted chunk."""
+        return [self._wanted(part) for part in parts]
+
+    def _wanted(self, part: Part) -> Tensor:
+        logits = self._logits(part.rows, *self._prepare(part))
+        return logits if part.wanted is None else logits[part.wanted]
 
     def _prepare(self, part: Part) -> tuple[Tensor, Tensor]:
         """Return token ids and positions ``[batch, new]``, and have the rows expect them.

@@ -36,8 +36,8 @@ _TOKENS, _CUDA_TOKENS = 4096, 16384
 Forward: TypeAlias = BatchedForward | RowByRowForward
 """One way of running a model over rows. Its class says when it applies.
 
-``forward(parts)`` returns, for each part, logits ``[batch, vocab]`` after the last token of each of
-its chunks. ``new_rows`` made the parts' rows, which are different ones.
+``forward(parts)`` returns, for each part, logits ``[wanted, vocab]`` after the last token of each
+wanted chunk. ``new_rows`` made the parts' rows, which are different ones.
 """
 
 STRATEGIES: tuple[tuple[str, float, Callable[[BaseModel, dict[str, Any]], Forward]], ...] = (

@@ -155,6 +155,8 @@ class Part(NamedTuple):
     rows: Rows
     chunks: list[list[int]]
     starts: list[int]
+    wanted: list[int] | None = None
+    """The rows whose logits are wanted; None: all."""
 
 
 class KVRows(Rows, Cache):

@@ -144,9 +144,13 @@ class LlamaCpuForward(BatchedForward):
 
     def __call__(self, parts: Sequence[Part]) -> list[Tensor]:
         tokens = [token for part in parts for chunk in part.chunks for token in chunk]
-        lengths = [[len(chunk) for chunk in part.chunks] for part in parts]
-        sizes = [sum(own) for own in lengths]
-        last = torch.tensor([*itertools.accumulate(n for own in lengths for n in own)]) - 1
+        sizes = [sum(map(len, part.chunks)) for part in parts]
+        ends: list[list[int]] = []
+        """Of the wanted chunks of each part, among all tokens."""
+        for part, start in zip(parts, itertools.accumulate(sizes, initial=0), strict=False):
+            own = [start + n for n in itertools.accumulate(map(len, part.chunks))]
+            ends.append(own if part.wanted is None else [own[row] for row in part.wanted])
+        last = torch.tensor([*itertools.chain(*ends)], dtype=torch.int64) - 1
         hidden = F.embedding(torch.tensor(tokens), self._embedding)
         places = [self._places(part) for part in parts]
         products = self.products or [self._base_product(i) for i in range(len(self._groups))]
@@ -161,7 +165,7 @@ class LlamaCpuForward(BatchedForward):
             gates = gate_up(self._kernels.rms_norm(hidden, before_mlp))
             hidden = down.plus(self._kernels.silu_mul(gates), hidden)
         logits = products[-1](self._kernels.rms_norm(hidden, self._last_norm))
-        return list(logits.split([len(part.chunks) for part in parts]))
+        return list(logits.split([*map(len, ends)]))
 
     def _places(self, part: Part) -> Places:
         starts = zip(part.starts, map(len, part.chunks), strict=True)

@@ -109,13 +109,14 @@ class RowByRowForward:
         return StateRows(pool)
 
     def __call__(self, parts: Sequence[Part]) -> list[torch.Tensor]:
-        return [self._logits(*part) for part in parts]
+        return [self._logits(part) for part in parts]
 
-    def _logits(self, rows: Rows, chunks: list[list[int]], starts: list[int]) -> torch.Tensor:
-        states = cast(StateRows, rows).states
-        assert [len(state.tokens) for state in states[: len(chunks)]] == starts
+    def _logits(self, part: Part) -> torch.Tensor:
+        states, chunks = cast(StateRows, part.rows).states, part.chunks
+        assert [len(state.tokens) for state in states[: len(chunks)]] == part.starts
         pairs = zip(states, chunks, strict=False)
-        return torch.stack([self._advance(state, chunk) for state, chunk in pairs])
+        logits = torch.stack([self._advance(state, chunk) for state, chunk in pairs])
+        return logits if part.wanted is None else logits[part.wanted]
 
     def _advance(self, state: RowState, chunk: list[int]) -> torch.Tensor:
         """Append ``chunk`` to the state's tokens; returns logits ``[vocab]`` after it."""

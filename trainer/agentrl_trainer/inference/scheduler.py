@@ -222,7 +222,8 @@ class Scheduler:
         )
         for branch, jobs in filling:
             chunks = [j.tokens[j.held : j.held + sizes[j]] for j in jobs]
-            parts.append(Part(branch.filling, chunks, [j.held for j in jobs]))
+            ends = [i for i, j in enumerate(jobs) if j.held + sizes[j] == len(j.tokens)]
+            parts.append(Part(branch.filling, chunks, [j.held for j in jobs], ends))
         if not parts:
             return
         self.weights.activate(lane.weights)
@@ -253,13 +254,14 @@ class Scheduler:
         return list(branch.decoding)
 
     def _prefilled(self, branch: Branch, jobs: list[Prefill], logits: torch.Tensor) -> None:
-        complete = [(row, job) for row, job in enumerate(jobs) if job.held == len(job.tokens)]
+        """``logits``: of the complete jobs."""
+        complete = [job for job in jobs if job.held == len(job.tokens)]
         if not complete:
             return
-        sequences = [s for _, job in complete for s in job.sequences]
-        rows = [row for row, job in complete for _ in job.sequences]
+        sequences = [s for job in complete for s in job.sequences]
+        rows = [row for row, job in enumerate(complete) for _ in job.sequences]
         self._sample(sequences, logits[rows])
-        for _, job in complete:
+        for job in complete:
             # Nothing else may hold keys and values that could be given up: then exceed the pool.
             alone = self.running <= len(job.sequences)
             self._requeue(branch.finish_prefill(job, force=alone))

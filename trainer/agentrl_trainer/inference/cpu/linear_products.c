@@ -17,7 +17,8 @@
 #endif
 #define VECS 3
 #define WIDTH (VECS * LANES)
-#define DEPTH 1024  /* inputs of a panel that stay in the second cache while all rows see them */
+#define RUN 288    /* inputs that are summed up by themselves, so that rounding errors stay small */
+#define DEPTH 1152 /* inputs of a panel that stay in the second cache while all rows see them */
 #define FEW 262144 /* multiplications that are not worth waking other threads */
 #define EACH(i, n) _Pragma("GCC unroll 16") for (int i = 0; i < (n); i++)
 
@@ -31,14 +32,21 @@ int width(void) { return WIDTH; }
 static inline __attribute__((always_inline)) void tile(const int rows, const float *x, int64_t x_stride, const float *w,
                                                        int64_t inputs, const float *from, int64_t from_stride, float *y,
                                                        int64_t y_stride) {
-    vec sum[ROWS][VECS];
-    EACH(r, rows) EACH(v, VECS) sum[r][v] = *(const vec *)(from + r * from_stride + v * LANES);
-    for (int64_t i = 0; i < inputs; i++) {
-        vec own[VECS];
-        EACH(v, VECS) own[v] = *(const vec *)(w + i * WIDTH + v * LANES);
-        EACH(r, rows) EACH(v, VECS) sum[r][v] += own[v] * x[r * x_stride + i];
+    for (int64_t at = 0; at < inputs; at += RUN) {
+        const int64_t end = at + RUN < inputs ? at + RUN : inputs;
+        vec sum[ROWS][VECS];
+        EACH(r, rows) EACH(v, VECS) sum[r][v] = (vec){0};
+        for (int64_t i = at; i < end; i++) {
+            vec own[VECS];
+            EACH(v, VECS) own[v] = *(const vec *)(w + i * WIDTH + v * LANES);
+            EACH(r, rows) EACH(v, VECS) sum[r][v] += own[v] * x[r * x_stride + i];
+        }
+        EACH(r, rows) EACH(v, VECS) {
+            vec before = *(const vec *)(from + r * from_stride + v * LANES);
+            *(vec *)(y + r * y_stride + v * LANES) = before + sum[r][v];
+        }
+        from = y, from_stride = y_stride;
     }
-    EACH(r, rows) EACH(v, VECS) *(vec *)(y + r * y_stride + v * LANES) = sum[r][v];
 }
 
 static void some(int64_t rows, const float *x, int64_t x_stride, const float *w, int64_t inputs, const float *from,
@@ -58,6 +66,7 @@ static void some(int64_t rows, const float *x, int64_t x_stride, const float *w,
 void product(const float *x, const float *w, const float *from, float *y, int64_t from_stride, int64_t rows,
              int64_t inputs, int64_t outputs, int threads) {
     const int64_t panels = (outputs + WIDTH - 1) / WIDTH, tiles = (rows + ROWS - 1) / ROWS;
+    if (!rows) return;
     int64_t parts = (4 * threads + panels - 1) / panels; /* of the rows, so that there is work for all threads */
     parts = parts < tiles ? parts : tiles;
     const int64_t part = (tiles + parts - 1) / parts * ROWS;
