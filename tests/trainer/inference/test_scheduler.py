@@ -88,7 +88,7 @@ def fails_with(when: Callable[[list[list[int]]], bool]) -> Callable[..., dict[st
         forward = engine._scheduler.forward
 
         def fail(parts: list[Part]) -> list[Tensor]:
-            for rows, chunks, _ in parts:
+            for rows, chunks, *_ in parts:
                 tokens = [owner.tokens for owner in rows.owners[: len(chunks)]]
                 if any(one[:3] == BAD for one in tokens) and when(chunks):
                     raise RuntimeError("out of memory")
