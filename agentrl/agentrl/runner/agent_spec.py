@@ -232,10 +232,13 @@ def load_target(spec: str, parsed: AgentSpec) -> Any:
 
 def _import_file(path: Path) -> ModuleType:
     # Under its own name, so that pickle and its neighbors find it; unless that is taken.
-    known = sys.modules.get(path.stem)
-    if known is not None and getattr(known, "__file__", None) == str(path):
-        return known
-    name = path.stem if known is None else f"_agentrl_{path.stem}"
+    name = path.stem
+    for name in (path.stem, f"_agentrl_{path.stem}"):
+        known = sys.modules.get(name)
+        if known is None:
+            break
+        if getattr(known, "__file__", None) == str(path):
+            return known
     found: Any = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(found)
     sys.modules[name] = module

@@ -11,6 +11,7 @@ from agentrl.runner.agent_spec import (
     AgentSpecError,
     CommandFailed,
     load_agent,
+    load_target,
     parse_agent,
     unknown_placeholders,
     validate_agent,
@@ -135,6 +136,17 @@ def test_a_file_can_import_what_lies_beside_it(tmp_path: Path) -> None:
     (folder / "main_xyz.py").write_text("import neighbor_xyz as n\ndef run(): return n.VALUE\n")
     assert load_agent("elsewhere/main_xyz.py:run").run({}) == 7
     del sys.modules["neighbor_xyz"], sys.modules["main_xyz"]
+
+
+def test_a_file_is_imported_once_though_its_name_is_taken(tmp_path: Path) -> None:
+    for folder in "first", "second":
+        file = tmp_path / folder / "taken_by_another.py"
+        file.parent.mkdir()
+        file.write_text("def agent(task): ...")
+        spec = f"{file}:agent"
+        once, again = (load_target(spec, parse_agent(spec)) for _ in range(2))
+        assert once is again
+        assert once.__code__.co_filename == str(file)
 
 
 def test_commands_get_the_task(capfd: pytest.CaptureFixture[str]) -> None:
