@@ -232,7 +232,6 @@ def load_target(spec: str, parsed: AgentSpec) -> Any:
 
 def _import_file(path: Path) -> ModuleType:
     # Under its own name, so that pickle and its neighbors find it; unless that is taken.
-    name = path.stem
     for name in (path.stem, f"_agentrl_{path.stem}"):
         known = sys.modules.get(name)
         if known is None:

@@ -83,7 +83,7 @@ class AdapterWeights(ABC):
             self._active = prepared
 
     def activate_modules(self, prepared: PreparedAdapter | None) -> None:
-        """The same, also where the next computation is not a forward, but the model's modules'."""
+        """Make the model's own modules compute with it, too: they score given tokens."""
         self.activate(prepared)
 
     def drop(self, prepared: PreparedAdapter) -> None:

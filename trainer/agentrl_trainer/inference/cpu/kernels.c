@@ -9,7 +9,7 @@
 #define WORTH 4  /* tokens for which a tile of keys is transposed */
 #define PARTS (DIM / LANES)
 #define FEW 16384 /* numbers that are not worth waking other threads */
-#define PAIR 2
+#define PAIR 2   /* tokens that are computed together behind a transposed tile */
 #define EACH(i, n) for (int i = 0; i < (n); i++)
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
