@@ -158,9 +158,11 @@ def test_many_rows_of_mixed_lengths_while_an_adapter_is_swapped(
 @pytest.fixture(params=["compiled", "torch"])
 def library(request, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "torch":
-        monkeypatch.setattr(linear_products, "_library", lambda: None)
+        monkeypatch.setattr(linear_products, "_library", lambda name: None)
     else:
-        assert linear_products._library() is not None
+        assert linear_products._library("linear_products") is not None
+        has_vnni = "avx512_vnni" in Path("/proc/cpuinfo").read_text()
+        assert (linear_products._library("int8_products") is not None) == has_vnni
 
 
 @pytest.mark.parametrize("rows", [*range(1, 10), 33, 300])
@@ -191,15 +193,16 @@ def test_products_are_linear_layers(library, rows: int, bias: bool, threads: int
 
 def test_rounding_errors_do_not_grow_with_the_inputs() -> None:
     """In units of the outputs; a plain sum of 1,536 products is off by 7e-7."""
-    assert linear_products._library() is not None
+    assert linear_products._library("linear_products") is not None
     torch.manual_seed(0)
     weight, x = torch.randn(576, 1536) / 1536**0.5, torch.randn(64, 1536)
     apart = FusedLinear([weight], None)(x) - x.double() @ weight.double().t()
     assert apart.pow(2).mean().sqrt() < 4e-7
 
 
-def test_what_is_no_number_shows_in_its_row(library) -> None:
-    product = FusedLinear([torch.randn(100, 60)], None)
+@pytest.mark.parametrize("kind", [FusedLinear, Int8Linear])
+def test_what_is_no_number_shows_in_its_row(library, kind: type[FusedLinear | Int8Linear]) -> None:
+    product = kind([torch.randn(100, 60)], None)
     x = torch.randn(9, 60)
     x[4, 7] = float("nan")
     x[8, 3] = float("inf")
@@ -212,15 +215,18 @@ def test_what_is_no_number_shows_in_its_row(library) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 64])
-def test_products_with_8_bit_weights_round_the_weights_only(rows: int) -> None:
+@pytest.mark.parametrize("inputs", [96, 70])
+def test_products_with_8_bit_weights_round_the_weights_only(
+    library, rows: int, inputs: int
+) -> None:
     torch.manual_seed(0)
-    weights, bias = [torch.randn(48, 96), torch.randn(16, 96)], torch.randn(64)
-    lora = (torch.randn(4, 96), torch.randn(16, 4), 0.5)
-    product = Int8Linear.of(weights, bias)
+    weights, bias = [torch.randn(48, inputs), torch.randn(16, inputs)], torch.randn(64)
+    lora = (torch.randn(4, inputs), torch.randn(16, 4), 0.5)
+    product = Int8Linear(weights, bias)
     step = torch.cat(weights).abs().amax(1, keepdim=True) / 127
     rounded = (torch.cat(weights) / step).round() * step
     # Rows of very different sizes, one of them zero.
-    x = torch.randn(rows, 96) * torch.logspace(-3, 2, rows)[:, None]
+    x = torch.randn(rows, inputs) * torch.logspace(-3, 2, rows)[:, None]
     x[1:2] = 0
     expected = x @ rounded.t() + bias
     limit = 1e-3 * x.norm(dim=1, keepdim=True) + 1e-5

@@ -130,7 +130,7 @@ class LlamaCpuForward(BatchedForward):
     def quantize(self) -> None:
         """Compute with 8-bit weights from now on; the linear layers' own are freed."""
         own = zip(self._weights, self._biases, strict=True)
-        self.products = self.int8_products = [Int8Linear.of(*one) for one in own]
+        self.products = self.int8_products = [Int8Linear(*one) for one in own]
         self._weights.clear()
         self._made.clear()
         for name, module in self._base.model.named_modules():

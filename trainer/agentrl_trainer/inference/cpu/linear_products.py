@@ -5,10 +5,10 @@ Knows tensors, not models.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -20,103 +20,132 @@ from agentrl_trainer.inference.cpu.compiled import address
 _DIGIT = 127
 _SECOND = 2 * _DIGIT
 """What a first digit's step is divided by: its rounding error is at most half of it."""
+_MOST_INPUTS = 65_536
+"""Whose sum of products of 8-bit numbers fits 32 bits."""
 
 
-class FusedLinear:
-    """``x [rows, in] -> x Wᵀ + bias`` of one or more linear layers that read the same ``x``.
+class _Linear:
+    """``x [rows, in] -> x Wᵀ + bias`` of one or more linear layers that read the same ``x``."""
 
-    ``linear_products.c`` computes it where it can be compiled, with the weights in an order of its
-    own, else torch.
+    outputs: int
+    inputs: int
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.product(x, self.bias)
+
+    def plus(self, x: Tensor, more: Tensor) -> Tensor:
+        """Return ``self(x) + more``."""
+        return self.product(x, more if self.bias is None else more + self.bias)
+
+    def product(self, x: Tensor, more: Tensor | None) -> Tensor:
+        """Return ``x Wᵀ + more``, where ``more`` is a row for each one of x, or one for all."""
+        raise NotImplementedError
+
+
+class FusedLinear(_Linear):
+    """``linear_products.c`` computes it where it can be compiled, else torch."""
+
+    def __init__(self, weights: Sequence[Tensor], bias: Tensor | None) -> None:
+        whole = weights[0] if len(weights) == 1 else torch.cat(list(weights))
+        self.outputs, self.inputs = whole.shape
+        self.bias = bias
+        self._library = _library("linear_products")
+        if self._library is None:
+            self._weight = whole.t().contiguous()
+        else:
+            self._weight = _panels(whole, self._library.width(), 1)
+
+    def product(self, x: Tensor, more: Tensor | None) -> Tensor:
+        if self._library is None:
+            return torch.mm(x, self._weight) if more is None else torch.addmm(more, x, self._weight)
+        x, more = x.contiguous(), None if more is None else more.contiguous()
+        y = x.new_empty(len(x), self.outputs)
+        tensors = map(address, (x, self._weight, more, y))
+        sizes = _stride(more), len(x), self.inputs, self.outputs
+        self._library.product(*tensors, *map(ctypes.c_int64, sizes), torch.get_num_threads())
+        return y
+
+
+class Int8Linear(_Linear):
+    """The same with 8-bit weights.
+
+    Weights are integers with one scale for each output. Inputs keep 15 bits: two 8-bit digits for
+    each number, with one scale for each row, so a row's result does not depend on other rows. An
+    adapter is applied beside the product in float32, because rounding merged weights would lose it.
+    ``int8_products.c`` computes it on processors with AVX-512 VNNI, else torch.
     """
 
     def __init__(self, weights: Sequence[Tensor], bias: Tensor | None) -> None:
         whole = weights[0] if len(weights) == 1 else torch.cat(list(weights))
         self.outputs, self.inputs = whole.shape
         self.bias = bias
-        self._library = _library()
+        self._sizes = [len(weight) for weight in weights]
+        self._lora: tuple[FusedLinear, FusedLinear] | None = None
+        scales = whole.abs().amax(1).clamp_(min=torch.finfo(torch.float32).tiny).div_(_DIGIT)
+        rounded = (whole / scales[:, None]).round_()
+        self._library = _library("int8_products") if self.inputs <= _MOST_INPUTS else None
         if self._library is None:
-            self._weight = whole.t().contiguous()
+            self._weight, self._scales = rounded.to(torch.int8).t(), scales
         else:
             width = self._library.width()
-            filled = F.pad(whole, (0, 0, 0, -self.outputs % width))
-            self._weight = filled.view(-1, width, self.inputs).transpose(1, 2).contiguous()
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._product(x, self.bias)
-
-    def plus(self, x: Tensor, more: Tensor) -> Tensor:
-        """Return ``self(x) + more``."""
-        return self._product(x, more if self.bias is None else more + self.bias)
-
-    def _product(self, x: Tensor, more: Tensor | None) -> Tensor:
-        """``more`` is a row for each one of x, or one for all."""
-        if self._library is None:
-            return torch.mm(x, self._weight) if more is None else torch.addmm(more, x, self._weight)
-        x, more = x.contiguous(), None if more is None else more.contiguous()
-        y = x.new_empty(len(x), self.outputs)
-        tensors = map(address, (x, self._weight, more, y))
-        stride = self.outputs if more is not None and more.dim() > 1 else 0
-        numbers = map(ctypes.c_int64, (stride, len(x), self.inputs, self.outputs))
-        self._library.product(*tensors, *numbers, torch.get_num_threads())
-        return y
-
-
-@dataclass(frozen=True, eq=False)
-class Int8Linear:
-    """The same with 8-bit weights, for processors that multiply 8-bit integers (AVX-512 VNNI, AMX).
-
-    Weights are integers with one scale for each output. Inputs keep 15 bits: two 8-bit digits for
-    each number, with one scale for each row, so a row's result does not depend on other rows. An
-    adapter is applied beside the product in float32, because rounding merged weights would lose it.
-    Decoding few rows is bound by reading the weights, which are a quarter of float32's.
-    """
-
-    transposed: Tensor  # [in, out] int8
-    scales: Tensor  # [out] float32
-    sizes: tuple[int, ...]  # outputs of each layer
-    bias: Tensor | None
-    adapters: tuple[tuple[slice, Tensor, Tensor], ...] = ()
-    """For each adapted layer: its outputs, Aᵀ [in, rank] and Bᵀ [rank, out], scaled."""
-
-    @classmethod
-    def of(cls, weights: Sequence[Tensor], bias: Tensor | None) -> Int8Linear:
-        whole = weights[0] if len(weights) == 1 else torch.cat(list(weights))
-        scales = whole.abs().amax(1).clamp_(min=torch.finfo(torch.float32).tiny).div_(_DIGIT)
-        rounded = (whole / scales[:, None]).round_().to(torch.int8)
-        return cls(rounded.t(), scales, tuple(len(w) for w in weights), bias)
+            self._weight = _panels(rounded.add_(128).to(torch.uint8), width, 4)
+            self._scales = F.pad(scales, (0, -self.outputs % width))
 
     def adapted(self, loras: Sequence[tuple[Tensor, Tensor, float] | None]) -> Int8Linear:
         """Return the same weights with LoRAs beside them: A [rank, in], B [out, rank], scale."""
-        found: list[tuple[slice, Tensor, Tensor]] = []
-        start = 0
-        for size, lora in zip(self.sizes, loras, strict=True):
-            if lora is not None:
-                a, b, scale = lora
-                part = slice(start, start + size)
-                found.append((part, a.float().t().contiguous(), b.float().t() * scale))
-            start += size
-        return replace(self, adapters=tuple(found))
+        pairs = zip(self._sizes, loras, strict=True)
+        downs = [lora[0].float() for lora in loras if lora is not None]
+        if not downs:
+            return self
+        ups = [
+            torch.zeros(size, 0) if lora is None else lora[1].float() * lora[2]
+            for size, lora in pairs
+        ]
+        made = copy.copy(self)
+        made._lora = FusedLinear(downs, None), FusedLinear([torch.block_diag(*ups)], None)
+        return made
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def product(self, x: Tensor, more: Tensor | None) -> Tensor:
+        if self._lora is not None:
+            down, up = self._lora
+            more = up.product(down(x), more)
+        if self._library is None:
+            return self._by_torch(x, more)
+        x, more = x.contiguous(), None if more is None else more.contiguous()
+        y = x.new_empty(len(x), self.outputs)
+        filled = self.inputs + -self.inputs % 4
+        digits = torch.empty(len(x), 2, filled, dtype=torch.int8)
+        about = torch.empty(len(x), 3)
+        tensors = map(address, (x, self._weight, self._scales, more, y, digits, about))
+        sizes = _stride(more), len(x), self.inputs, filled, self.outputs
+        self._library.product(*tensors, *map(ctypes.c_int64, sizes), torch.get_num_threads())
+        return y
+
+    def _by_torch(self, x: Tensor, more: Tensor | None) -> Tensor:
         scales = x.abs().amax(1, keepdim=True).clamp_(min=torch.finfo(x.dtype).tiny).div_(_DIGIT)
         first = (rest := x / scales).round()
         digits = torch.cat([first, rest.sub_(first).mul_(_SECOND)]).round_().to(torch.int8)
-        high, low = torch.ops.aten._int_mm(digits, self.transposed).split(len(x))
-        y = low.mul(1 / _SECOND).add_(high).mul_(scales).mul_(self.scales)
-        if self.bias is not None:
-            y += self.bias
-        for part, a, b in self.adapters:
-            y[:, part].addmm_(x @ a, b)
-        return y
+        high, low = torch.ops.aten._int_mm(digits, self._weight).split(len(x))
+        y = low.mul(1 / _SECOND).add_(high).mul_(scales).mul_(self._scales)
+        return y if more is None else y.add_(more)
 
-    def plus(self, x: Tensor, more: Tensor) -> Tensor:
-        """Return ``self(x) + more``."""
-        return self(x).add_(more)
+
+def _panels(weight: Tensor, width: int, block: int) -> Tensor:
+    """``[out, in] -> [panels, in / block, width, block]``, filled up with zeros."""
+    outputs, inputs = weight.shape
+    filled = F.pad(weight, (0, -inputs % block, 0, -outputs % width))
+    return filled.view(-1, width, filled.shape[1] // block, block).transpose(1, 2).contiguous()
+
+
+def _stride(more: Tensor | None) -> int:
+    """Return how far rows of ``more`` are apart, 0 for one that is added to all."""
+    return more.shape[1] if more is not None and more.dim() > 1 else 0
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | None:
+def _library(name: str) -> ctypes.CDLL | None:
     try:
-        return compiled.library("linear_products")
+        return compiled.library(name)
     except (OSError, RuntimeError):  # ``cpu_kernels`` says why
         return None
