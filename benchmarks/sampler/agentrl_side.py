@@ -39,11 +39,11 @@ def sample(engine: inference.SamplerEngine, asked: Workload) -> list[list[infere
 
 def main() -> None:
     parser = side_options(__doc__)
-    parser.add_argument("--int8", action="store_true", help='sampler.weights = "int8"')
+    parser.add_argument("--weights", choices=["model", "bfloat16", "int8"], default="model")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     base = on_own_thread(load_base, str(options.folder / "base"), device="cpu", dtype="float32")
-    engine = inference.SamplerEngine(base, int8=options.int8)
+    engine = inference.SamplerEngine(base, weights=options.weights)
     engine.start()
 
     def run(asked: Workload) -> list[int]:

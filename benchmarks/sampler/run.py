@@ -42,7 +42,8 @@ class Side:
     arguments: tuple[str, ...] = ()
     goal: float | None = None
     """How many of this side's tokens a second agentrl is to reach."""
-    int8: bool = False
+    rounded: bool = False
+    """Whether its weights are."""
     needs: str | None = None
     """Option without which it cannot run."""
 
@@ -71,11 +72,16 @@ SIDES = {
         ("--gguf=base-f32.gguf", "--lora=adapter.gguf"), needs=LLAMA[1],
     ),
     "agentrl-int8": Side(
-        'agentrl, adapter, sampler.weights = "int8"', "agentrl_side.py", ("--int8",), int8=True
+        'agentrl, adapter, sampler.weights = "int8"', "agentrl_side.py", ("--weights=int8",),
+        rounded=True,
+    ),
+    "agentrl-bfloat16": Side(
+        'agentrl, adapter, sampler.weights = "bfloat16"', "agentrl_side.py",
+        ("--weights=bfloat16",), rounded=True,
     ),
     "llamacpp-q8": Side(
         "llama.cpp's server, merged, Q8_0", LLAMA[0], ("--gguf=merged-q8_0.gguf",),
-        int8=True, needs=LLAMA[1],
+        rounded=True, needs=LLAMA[1],
     ),
 }  # fmt: skip
 STEPS = "steps"
@@ -130,14 +136,14 @@ def run_side(side: Side, options: argparse.Namespace) -> tuple[list[dict[str, An
     return printed, fault
 
 
-def rows(record: dict[str, Any], *, int8: bool) -> list[list[str]]:
+def rows(record: dict[str, Any], *, rounded: bool) -> list[list[str]]:
     lines: list[list[str]] = []
     sides = record["sides"]
     wanted = sum(workload(record["requests"]).lengths)
-    own = sides.get("agentrl-int8" if int8 else "agentrl", {}).get("passes")
+    own = sides.get("agentrl-int8" if rounded else "agentrl", {}).get("passes")
     ours = min((x["seconds"] for x in own), default=None) if own else None
     for name, side in SIDES.items():
-        if side.int8 != int8 or name not in sides:
+        if side.rounded != rounded or name not in sides:
             continue
         found = sides[name]
         if not found["passes"]:
@@ -164,23 +170,35 @@ def rows(record: dict[str, Any], *, int8: bool) -> list[list[str]]:
 
 
 def step_tables(found: dict[str, Any]) -> list[str]:
+    ms = found["weights"]["model"]["ms"]
     lines = [
         [
             batch,
-            f"{one['ms']:.1f}",
-            f"{int(batch) / one['ms'] * 1e3:,.0f}",
+            f"{ms[batch]:.1f}",
+            f"{int(batch) / ms[batch] * 1e3:,.0f}",
             f"{one['megabytes'] / int(batch):,.1f}",
             f"{one['gflop'] / int(batch):.2f}",
             f"{one['memory_ms']:.1f}",
             f"{one['arithmetic_ms']:.1f}",
-            f"{100 * max(one['memory_ms'], one['arithmetic_ms']) / one['ms']:.0f} %",
+            f"{100 * max(one['memory_ms'], one['arithmetic_ms']) / ms[batch]:.0f} %",
         ]
-        for batch, one in found["steps"].items()
+        for batch, one in found["roofs"].items()
     ]
     heads = ["rows of a decode step", "ms", "tokens/s", "MB read a token", "GFLOP a token",
              "ms by memory", "ms by arithmetic", "of the roof"]  # fmt: skip
-    apart, int8 = found["difference"], found["int8_difference"]
+    kinds = found["weights"]
+    apart = kinds["model"]["difference"]
     met = "met" if apart["largest"] <= CLOSE else "**not met**"
+    compared = [
+        [
+            "float32" if name == "model" else name,
+            *(f"{ms:.1f}" for ms in one["ms"].values()),
+            f"{one['difference']['largest']:.1e}",
+            f"{one['difference']['mean']:.1e}",
+        ]
+        for name, one in kinds.items()
+    ]
+    batches = [f"ms, {batch} rows" for batch in kinds["model"]["ms"]]
     return [
         f"A step of float32 after {found['context']} tokens; the cores read "
         f"{found['read_gigabytes']:.1f} GB/s and compute {found['product_gflops']:.0f} GFLOP/s "
@@ -188,9 +206,10 @@ def step_tables(found: dict[str, Any]) -> list[str]:
         "",
         *table(heads, lines),
         "",
-        f"Log-probs of {found['compared']} answers differ from the same model's in float64 by "
-        f"{apart['largest']:.1e} at most (goal ≤ {CLOSE}: {met}), {apart['mean']:.1e} on average; "
-        f"with int8 by {int8['largest']:.2f} at most, {int8['mean']:.3f} on average.",
+        f"How far the log-probs of {found['compared']} answers are from the same model's in "
+        f"float64 (goal in float32 ≤ {CLOSE}: {met}), and a step with each kind of weights:",
+        "",
+        *table(["weights", *batches, "largest difference", "mean"], compared),
         "",
     ]
 
@@ -204,9 +223,10 @@ def markdown(record: dict[str, Any]) -> str:
         f"{ANSWERS[0]} to {ANSWERS[1]} ({sum(asked.lengths):,}); LoRA of rank {record['rank']}.",
         "",
     ]
-    for int8 in (False, True):
-        if lines := rows(record, int8=int8):
-            found += ["## 8-bit weights" if int8 else "## float32", "", *table(heads, lines), ""]
+    for rounded in (False, True):
+        if lines := rows(record, rounded=rounded):
+            title = "## Rounded weights" if rounded else "## float32"
+            found += [title, "", *table(heads, lines), ""]
     if STEPS in record:
         found += ["## A decode step beside the roof", "", *step_tables(record[STEPS])]
     return "\n".join(found)

@@ -8,7 +8,7 @@ import random
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from benchmarks.roof import product_gflops, read_gigabytes
@@ -27,6 +27,7 @@ from agentrl_trainer.inference import (
 from agentrl_trainer.models.devices import on_own_thread
 from agentrl_trainer.models.loading import BaseModel, load_base
 
+Weights = Literal["model", "bfloat16", "int8"]
 BATCHES = (1, 8, 32, 64)
 CONTEXT = 256
 ANSWER = 48
@@ -34,8 +35,8 @@ COMPARED = 8
 """Requests whose log-probs are compared."""
 
 
-def started(base: BaseModel, folder: Path, *, int8: bool = False) -> SamplerEngine:
-    engine = SamplerEngine(base, int8=int8)
+def started(base: BaseModel, folder: Path, weights: Weights) -> SamplerEngine:
+    engine = SamplerEngine(base, weights=weights)
     engine.start()
     engine.load_adapter(POLICY, 1, folder / "adapter").result()
     return engine
@@ -106,23 +107,21 @@ def main() -> None:
         "compared": COMPARED,
     }  # fmt: skip
     asked = workload(COMPARED, seed=1)
-    source = str(options.folder / "base")
-    base = on_own_thread(load_base, source, device="cpu", dtype="float32")
-    # The head is the embedding, until the engine copies it.
-    weights = sum(p.numel() for p in base.model.parameters())
-    engine = started(base, options.folder)
-    found["steps"] = {}
-    for batch in BATCHES:
-        own = {"ms": 1e3 * decode_step(engine, batch)}
-        found["steps"][batch] = own | roof(base.model.config, weights, batch, gigabytes, gflops)
-    answers = sample(engine, asked)
-    engine.stop()
-    found["difference"] = differences(options.folder, asked, answers)
-    base = on_own_thread(load_base, source, device="cpu", dtype="float32")
-    engine = started(base, options.folder, int8=True)
-    answers = sample(engine, asked)
-    engine.stop()
-    found["int8_difference"] = differences(options.folder, asked, answers)
+    found["roofs"], found["weights"] = {}, {}
+    for weights in get_args(Weights):
+        source = str(options.folder / "base")
+        base = on_own_thread(load_base, source, device="cpu", dtype="float32")
+        if weights == "model":
+            # The head is the embedding, until the engine copies it.
+            count = sum(p.numel() for p in base.model.parameters())
+            config = base.model.config
+            found["roofs"] = {b: roof(config, count, b, gigabytes, gflops) for b in BATCHES}
+        engine = started(base, options.folder, weights)
+        ms = {batch: 1e3 * decode_step(engine, batch) for batch in BATCHES}
+        answers = sample(engine, asked)
+        engine.stop()
+        apart = differences(options.folder, asked, answers)
+        found["weights"][weights] = {"ms": ms, "difference": apart}
     print(json.dumps({"seconds": time.perf_counter() - begun} | found))
 
 

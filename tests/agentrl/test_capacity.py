@@ -129,7 +129,7 @@ def test_the_gateways_sampler_computes_with_them(beside: bool, count: int) -> No
     )  # fmt: skip
     assert torch.get_num_threads() == count
     assert isinstance(sampler, EmbeddedSampler)
-    assert sampler.engine._int8
+    assert sampler.engine._rounded
     # Whatever may end an answer is none of its text: the end of the turn, and that of all text.
     assert renderer.is_stop(0)
     assert renderer.is_stop(2)

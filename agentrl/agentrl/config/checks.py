@@ -72,7 +72,7 @@ def _refuse(*rules: tuple[bool, str]) -> None:
 def correction_mode(config: TrainConfig) -> Literal["none", "truncate", "mask"]:
     """The correction in force: by default truncate where the sampler's policy was another one."""
     stale_trains = config.rollouts.max_staleness > 0 and config.rollouts.stale != "drop"
-    differs = stale_trains or config.sampler.weights == "int8"
+    differs = stale_trains or config.sampler.weights != "model"
     return config.algorithm.correction.mode or ("truncate" if differs else "none")
 
 

@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
 from agentrl_proxy.sampler import (
     ContextLengthError,
@@ -35,13 +35,15 @@ log = logging.getLogger("agentrl")
 class EmbeddedSampler:
     """Samples in this process. Every ``sample`` must come from the same event loop."""
 
-    def __init__(self, base: BaseModel, *, int8: bool = False) -> None:
+    def __init__(
+        self, base: BaseModel, weights: Literal["model", "bfloat16", "int8"] = "model"
+    ) -> None:
         self.context_length = base.context_length
         self._eos_ids = base.eos_ids
         # Events of one engine round go to the event loop together: one wake-up, not one a token.
         self._round: list[tuple[asyncio.Queue[Event], Event]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.engine = SamplerEngine(base, int8=int8, after_round=self._hand_over)
+        self.engine = SamplerEngine(base, weights=weights, after_round=self._hand_over)
         self.stop = self.engine.stop
 
     def start(self) -> None:

@@ -7,8 +7,8 @@ adapted weight matrices with the update added: products of ``LlamaCpuForward``, 
 place by swapping ``Parameter.data``. It halves the time of a step of a small model, where LoRA's
 extra products are mostly Python. *Unmerged*: PEFT's
 own layers, for models too large to copy, or in half precision, where a merge rounds the update
-away and sampling would no longer be the policy that the trainer computes. *Beside 8-bit weights*:
-see ``cpu.linear_products.Int8Linear``.
+away and sampling would no longer be the policy that the trainer computes. *Beside rounded weights*:
+see ``cpu.linear_products``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from peft import LoraModel, PeftConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers.pytorch_utils import Conv1D
 
-from agentrl_trainer.inference.cpu.linear_products import FusedLinear, Int8Linear
+from agentrl_trainer.inference.cpu.linear_products import Linear
 from agentrl_trainer.inference.llama_cpu import LlamaCpuForward
 from agentrl_trainer.models.loading import BaseModel, evaluation_mode
 from agentrl_trainer.models.lora import read_adapter
@@ -51,7 +51,7 @@ class PreparedAdapter:
     """What ``read_lora`` returns, where weights are merged."""
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     """Adapted weight by module name, where the modules compute with merged ones; else empty."""
-    products: Sequence[FusedLinear | Int8Linear] | None = None
+    products: Sequence[Linear] | None = None
     """The same weights for ``LlamaCpuForward``, if that runs the model; made again at need."""
     key: str = field(default_factory=lambda: f"v{next(_serial)}")
     """PEFT's name for it: unique, since two versions of an adapter live side by side."""
@@ -188,8 +188,8 @@ class MergedWeights(AdapterWeights):
         self._replaced = set(weights)
 
 
-class Int8Weights(AdapterWeights):
-    """Swaps the 8-bit products of ``lean``, which have adapters beside them."""
+class RoundedWeights(AdapterWeights):
+    """Swaps the products of ``lean`` with rounded weights, which have adapters beside them."""
 
     def __init__(self, base: BaseModel, lean: LlamaCpuForward) -> None:
         super().__init__(base)
@@ -207,7 +207,7 @@ class Int8Weights(AdapterWeights):
         return PreparedAdapter(folder, products=self._lean.with_loras(loras))
 
     def _use(self, prepared: PreparedAdapter | None) -> None:
-        self._lean.products = (prepared and prepared.products) or self._lean.int8_products
+        self._lean.products = (prepared and prepared.products) or self._lean.rounded_products
 
 
 class PeftWeights(AdapterWeights):

@@ -16,15 +16,15 @@ from collections.abc import Sequence as Sequences
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
 from agentrl_trainer.inference.adapter_swap import (
     MERGE_BELOW,
-    Int8Weights,
     MergedWeights,
     PeftWeights,
+    RoundedWeights,
     why_not_merged,
 )
 from agentrl_trainer.inference.forward import Scorer, choose_forward, vocabulary
@@ -71,12 +71,12 @@ class SamplerEngine:
         kv_tokens: int | None = None,
         prefill_chunk: int | None = None,
         merge_below: int = MERGE_BELOW,
-        int8: bool = False,
+        weights: Literal["model", "bfloat16", "int8"] = "model",
         after_round: Callable[[], object] = lambda: None,
     ) -> None:
         """The engine owns ``base.model`` from here on: no other code may run or change it.
 
-        ``int8``: sample with 8-bit weights; see ``cpu.linear_products.Int8Linear``.
+        ``weights``: the model's own, or rounded ones, on a CPU; see ``cpu.linear_products``.
 
         ``kv_tokens``: budget of key/value storage in tokens; default a share of free memory.
         ``prefill_chunk``: most prompt tokens, and padding, between two decode steps.
@@ -84,24 +84,24 @@ class SamplerEngine:
         so that a bridge to another loop can hand them over once a round.
 
         Raises:
-            ModelError: no strategy samples from this model exactly, or none with 8-bit weights.
+            ModelError: no strategy samples from this model exactly, or none with rounded weights.
         """
         self.base = base
         keep_freed_tensors(base.device)
-        unmerged = why_not_merged(base, math.inf if int8 else merge_below)
+        unmerged = why_not_merged(base, merge_below if weights == "model" else math.inf)
         chosen = on_own_thread(choose_forward, base, llama_cpu=unmerged is None)
         self.strategy, forward, refused = chosen
         """Name of the forward strategy: see docs/models.md."""
         self.why_not_lean = unmerged or refused
         """Why the model's own modules decode instead of ``LlamaCpuForward``; None: it does."""
         lean = forward if isinstance(forward, LlamaCpuForward) else None
-        self._int8 = int8
-        if int8:
+        self._rounded = weights != "model"
+        if weights != "model":
             if lean is None:
-                why = self.why_not_lean
-                raise ModelError(f"sampler.weights: {base.name!r} cannot have 8-bit weights: {why}")
-            on_own_thread(lean.quantize)
-            self._weights = Int8Weights(base, lean)
+                why = f"{base.name!r} cannot have {weights} weights: {self.why_not_lean}"
+                raise ModelError(f"sampler.weights: {why}")
+            on_own_thread(lean.round_weights, weights)
+            self._weights = RoundedWeights(base, lean)
         else:
             if lean is not None:
                 lean.free_base()  # the trial's; most runs sample from adapters alone
@@ -250,8 +250,8 @@ class SamplerEngine:
             RequestError: (here or in the future) the adapter is not loaded, or a row is empty or
                 longer than the context.
         """
-        if self._int8:
-            message = "a sampler with 8-bit weights (sampler.weights) scores no given tokens"
+        if self._rounded:
+            message = "a sampler with rounded weights (sampler.weights) scores no given tokens"
             raise RequestError("invalid_parameter", message)
         for row in rows:
             self._check_row("a row to score", row)

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Container, Sequence
-from typing import Any, cast
+from functools import partial
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,7 @@ from transformers import PreTrainedModel
 
 from agentrl_trainer.inference.batched_forward import BatchedForward
 from agentrl_trainer.inference.cpu.kernels import Heads, Places, cpu_kernels
-from agentrl_trainer.inference.cpu.linear_products import FusedLinear, Int8Linear
+from agentrl_trainer.inference.cpu.linear_products import FusedLinear, Int8Linear, Linear
 from agentrl_trainer.inference.kv_cache import KVRows, Part
 from agentrl_trainer.models.loading import BaseModel
 
@@ -100,8 +101,8 @@ class LlamaCpuForward(BatchedForward):
         self._biases = [torch.cat(found) if found else None for found in biases]
         self._made: dict[int, FusedLinear] = {}
         """The base model's products so far: four a layer, by common input, and the head."""
-        self.int8_products: list[Int8Linear] = []
-        self.products: Sequence[FusedLinear | Int8Linear] | None = None
+        self.rounded_products: list[Linear] = []
+        self.products: Sequence[Linear] | None = None
         """Those in use; None: the base model's, which are made at their first use."""
 
     def free_base(self) -> None:
@@ -127,19 +128,20 @@ class LlamaCpuForward(BatchedForward):
             products.append(FusedLinear(parts, self._biases[index]))
         return products
 
-    def quantize(self) -> None:
-        """Compute with 8-bit weights from now on; the linear layers' own are freed."""
+    def round_weights(self, to: Literal["bfloat16", "int8"]) -> None:
+        """Compute with rounded weights from now on; the linear layers' own are freed."""
+        kind = Int8Linear if to == "int8" else partial(FusedLinear, dtype=torch.bfloat16)
         own = zip(self._weights, self._biases, strict=True)
-        self.products = self.int8_products = [Int8Linear(*one) for one in own]
+        self.products = self.rounded_products = [kind(*one) for one in own]
         self._weights.clear()
         self._made.clear()
         for name, module in self._base.model.named_modules():
             if any(name in group for group in self._groups):
                 module.weight = nn.Parameter(torch.empty(0), requires_grad=False)
 
-    def with_loras(self, loras: dict[str, tuple[Tensor, Tensor, float]]) -> list[Int8Linear]:
-        """Return the 8-bit products with LoRAs by module name."""
-        pairs = zip(self._groups, self.int8_products, strict=True)
+    def with_loras(self, loras: dict[str, tuple[Tensor, Tensor, float]]) -> list[Linear]:
+        """Return the products of rounded weights with LoRAs by module name."""
+        pairs = zip(self._groups, self.rounded_products, strict=True)
         return [product.adapted([loras.get(name) for name in names]) for names, product in pairs]
 
     def __call__(self, parts: Sequence[Part]) -> list[Tensor]:

@@ -96,7 +96,7 @@ class KlSettings(KlOptions):
 class CorrectionSettings(CorrectionOptions):
     mode: Literal["none", "truncate", "mask"] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     """By default none; truncate with a max_staleness, unless stale is drop, and with
-    sampler.weights = "int8"."""
+    rounded sampler.weights."""
 
 
 class AlgorithmSettings(Table):

@@ -45,10 +45,10 @@ class SamplerSettings(Table):
 
     kind: Literal["embedded", "vllm"] = "embedded"
     """What samples: the embedded engine, or a vLLM server."""
-    weights: Literal["model", "int8"] = "model"
-    """Weights that the embedded sampler computes with: the model's, or on a CPU 8-bit ones, which
-    are smaller. Then its policy differs a little from the trainer's, and by default
-    algorithm.correction.mode is truncate."""
+    weights: Literal["model", "bfloat16", "int8"] = "model"
+    """Weights that the embedded sampler computes with: the model's, or on a CPU rounded ones, which
+    are smaller and quicker to read. Then its policy differs a little from the trainer's, and by
+    default algorithm.correction.mode is truncate."""
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     """Sampling temperature where the request sets none."""
     max_tokens: Count = 256

@@ -1,4 +1,4 @@
-/* Products of rows and weights, in float32. `linear_products.py` compiles it.
+/* Products of rows and weights, in float32; the weights may be stored as bfloat16. `linear_products.py` compiles it.
  *
  * Weights come in panels [inputs, WIDTH] of so many outputs, so that they are read in one sweep. A tile of ROWS rows
  * and a panel's outputs stays in registers while it sums over the inputs. */
@@ -24,12 +24,22 @@
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
 
+#ifdef BFLOAT16
+typedef uint16_t weight; /* the upper half of a float */
+typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2)));
+typedef uint32_t wholes __attribute__((vector_size(4 * LANES)));
+static inline vec load(const weight *w) { return (vec)(__builtin_convertvector(*(const halves *)w, wholes) << 16); }
+#else
+typedef float weight;
+static inline vec load(const weight *w) { return *(const vec *)w; }
+#endif
+
 static const float zeros[WIDTH];
 
 int width(void) { return WIDTH; }
 
 /* y[rows, WIDTH] = from[rows, WIDTH] + x[rows, inputs] w[inputs, WIDTH]; `rows` is a constant where it is inlined. */
-static inline __attribute__((always_inline)) void tile(const int rows, const float *x, int64_t x_stride, const float *w,
+static inline __attribute__((always_inline)) void tile(const int rows, const float *x, int64_t x_stride, const weight *w,
                                                        int64_t inputs, const float *from, int64_t from_stride, float *y,
                                                        int64_t y_stride) {
     for (int64_t at = 0; at < inputs; at += RUN) {
@@ -38,7 +48,7 @@ static inline __attribute__((always_inline)) void tile(const int rows, const flo
         EACH(r, rows) EACH(v, VECS) sum[r][v] = (vec){0};
         for (int64_t i = at; i < end; i++) {
             vec own[VECS];
-            EACH(v, VECS) own[v] = *(const vec *)(w + i * WIDTH + v * LANES);
+            EACH(v, VECS) own[v] = load(w + i * WIDTH + v * LANES);
             EACH(r, rows) EACH(v, VECS) sum[r][v] += own[v] * x[r * x_stride + i];
         }
         EACH(r, rows) EACH(v, VECS) {
@@ -49,7 +59,7 @@ static inline __attribute__((always_inline)) void tile(const int rows, const flo
     }
 }
 
-static void some(int64_t rows, const float *x, int64_t x_stride, const float *w, int64_t inputs, const float *from,
+static void some(int64_t rows, const float *x, int64_t x_stride, const weight *w, int64_t inputs, const float *from,
                  int64_t from_stride, float *y, int64_t y_stride) {
 #define CASE(n) case n: tile(n, x, x_stride, w, inputs, from, from_stride, y, y_stride); break;
     switch (rows) {
@@ -63,7 +73,7 @@ static void some(int64_t rows, const float *x, int64_t x_stride, const float *w,
 
 /* y[rows, outputs] = from + x[rows, inputs] w[panels, inputs, WIDTH]. Rows of `from` are from_stride apart, 0 for one
  * row that is added to all; it may be NULL. */
-void product(const float *x, const float *w, const float *from, float *y, int64_t from_stride, int64_t rows,
+void product(const float *x, const weight *w, const float *from, float *y, int64_t from_stride, int64_t rows,
              int64_t inputs, int64_t outputs, int threads) {
     const int64_t panels = (outputs + WIDTH - 1) / WIDTH, tiles = (rows + ROWS - 1) / ROWS;
     if (!rows) return;
@@ -77,7 +87,7 @@ void product(const float *x, const float *w, const float *from, float *y, int64_
         const int64_t columns = outputs - column < WIDTH ? outputs - column : WIDTH;
         for (int64_t at = 0; at < inputs; at += DEPTH) {
             const int64_t depth = inputs - at < DEPTH ? inputs - at : DEPTH;
-            const float *own = w + (panel * inputs + at) * WIDTH;
+            const weight *own = w + (panel * inputs + at) * WIDTH;
             for (int64_t row = first; row < end; row += ROWS) {
                 const int64_t n = end - row < ROWS ? end - row : ROWS;
                 float *to = y + row * outputs + column;

@@ -1,6 +1,6 @@
-"""Products of a model's linear layers on a CPU, fused by common input, also with 8-bit weights.
+"""Products of a model's linear layers on a CPU, fused by common input.
 
-Knows tensors, not models.
+Weights have 32, 16 or 8 bits. Knows tensors, not models.
 """
 
 from __future__ import annotations
@@ -8,7 +8,9 @@ from __future__ import annotations
 import copy
 import ctypes
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -24,12 +26,15 @@ _MOST_INPUTS = 65_536
 """Whose sum of products of 8-bit numbers fits 32 bits."""
 
 
-class _Linear:
+class Linear(ABC):
     """``x [rows, in] -> x Wᵀ + bias`` of one or more linear layers that read the same ``x``."""
 
-    outputs: int
-    inputs: int
-    bias: Tensor | None
+    _lora: tuple[FusedLinear, FusedLinear] | None = None
+
+    def __init__(self, weights: Sequence[Tensor], bias: Tensor | None) -> None:
+        self._sizes = [len(weight) for weight in weights]
+        self.outputs, self.inputs = sum(self._sizes), weights[0].shape[1]
+        self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.product(x, self.bias)
@@ -40,26 +45,53 @@ class _Linear:
 
     def product(self, x: Tensor, more: Tensor | None) -> Tensor:
         """Return ``x Wᵀ + more``, where ``more`` is a row for each one of x, or one for all."""
-        raise NotImplementedError
+        if self._lora is not None:
+            down, up = self._lora
+            more = up.product(down(x), more)
+        return self._product(x.contiguous(), None if more is None else more.contiguous())
+
+    def adapted(self, loras: Sequence[tuple[Tensor, Tensor, float] | None]) -> Self:
+        """Return the same weights with LoRAs beside them: A [rank, in], B [out, rank], scale.
+
+        They are applied in float32: merged into rounded weights, they would be lost.
+        """
+        downs = [lora[0].float() for lora in loras if lora is not None]
+        if not downs:
+            return self
+        ups = [
+            torch.zeros(size, 0) if lora is None else lora[1].float() * lora[2]
+            for size, lora in zip(self._sizes, loras, strict=True)
+        ]
+        made = copy.copy(self)
+        made._lora = FusedLinear(downs, None), FusedLinear([torch.block_diag(*ups)], None)
+        return made
+
+    @abstractmethod
+    def _product(self, x: Tensor, more: Tensor | None) -> Tensor: ...
 
 
-class FusedLinear(_Linear):
-    """``linear_products.c`` computes it where it can be compiled, else torch."""
+class FusedLinear(Linear):
+    """Weights in float32, or stored as bfloat16, which take half the memory.
 
-    def __init__(self, weights: Sequence[Tensor], bias: Tensor | None) -> None:
-        whole = weights[0] if len(weights) == 1 else torch.cat(list(weights))
-        self.outputs, self.inputs = whole.shape
-        self.bias = bias
-        self._library = _library("linear_products")
+    ``linear_products.c`` computes it where it can be compiled, else torch. Sums are in float32.
+    """
+
+    def __init__(
+        self, weights: Sequence[Tensor], bias: Tensor | None, dtype: torch.dtype = torch.float32
+    ) -> None:
+        super().__init__(weights, bias)
+        definitions = ["BFLOAT16"] if dtype == torch.bfloat16 else []
+        self._library = _library("linear_products", *definitions)
+        whole = _joined(weights).to(dtype)
         if self._library is None:
             self._weight = whole.t().contiguous()
         else:
             self._weight = _panels(whole, self._library.width(), 1)
 
-    def product(self, x: Tensor, more: Tensor | None) -> Tensor:
+    def _product(self, x: Tensor, more: Tensor | None) -> Tensor:
         if self._library is None:
-            return torch.mm(x, self._weight) if more is None else torch.addmm(more, x, self._weight)
-        x, more = x.contiguous(), None if more is None else more.contiguous()
+            weight = self._weight.float()
+            return torch.mm(x, weight) if more is None else torch.addmm(more, x, weight)
         y = x.new_empty(len(x), self.outputs)
         tensors = map(address, (x, self._weight, more, y))
         sizes = _stride(more), len(x), self.inputs, self.outputs
@@ -67,21 +99,17 @@ class FusedLinear(_Linear):
         return y
 
 
-class Int8Linear(_Linear):
-    """The same with 8-bit weights.
+class Int8Linear(Linear):
+    """8-bit weights: integers with one scale for each output.
 
-    Weights are integers with one scale for each output. Inputs keep 15 bits: two 8-bit digits for
-    each number, with one scale for each row, so a row's result does not depend on other rows. An
-    adapter is applied beside the product in float32, because rounding merged weights would lose it.
-    ``int8_products.c`` computes it on processors with AVX-512 VNNI, else torch.
+    Inputs keep 15 bits: two 8-bit digits for each number, with one scale for each row, so a row's
+    result does not depend on other rows. ``int8_products.c`` computes it on processors with AVX-512
+    VNNI, else torch.
     """
 
     def __init__(self, weights: Sequence[Tensor], bias: Tensor | None) -> None:
-        whole = weights[0] if len(weights) == 1 else torch.cat(list(weights))
-        self.outputs, self.inputs = whole.shape
-        self.bias = bias
-        self._sizes = [len(weight) for weight in weights]
-        self._lora: tuple[FusedLinear, FusedLinear] | None = None
+        super().__init__(weights, bias)
+        whole = _joined(weights)
         scales = whole.abs().amax(1).clamp_(min=torch.finfo(torch.float32).tiny).div_(_DIGIT)
         rounded = (whole / scales[:, None]).round_()
         self._library = _library("int8_products") if self.inputs <= _MOST_INPUTS else None
@@ -92,27 +120,9 @@ class Int8Linear(_Linear):
             self._weight = _panels(rounded.add_(128).to(torch.uint8), width, 4)
             self._scales = F.pad(scales, (0, -self.outputs % width))
 
-    def adapted(self, loras: Sequence[tuple[Tensor, Tensor, float] | None]) -> Int8Linear:
-        """Return the same weights with LoRAs beside them: A [rank, in], B [out, rank], scale."""
-        pairs = zip(self._sizes, loras, strict=True)
-        downs = [lora[0].float() for lora in loras if lora is not None]
-        if not downs:
-            return self
-        ups = [
-            torch.zeros(size, 0) if lora is None else lora[1].float() * lora[2]
-            for size, lora in pairs
-        ]
-        made = copy.copy(self)
-        made._lora = FusedLinear(downs, None), FusedLinear([torch.block_diag(*ups)], None)
-        return made
-
-    def product(self, x: Tensor, more: Tensor | None) -> Tensor:
-        if self._lora is not None:
-            down, up = self._lora
-            more = up.product(down(x), more)
+    def _product(self, x: Tensor, more: Tensor | None) -> Tensor:
         if self._library is None:
             return self._by_torch(x, more)
-        x, more = x.contiguous(), None if more is None else more.contiguous()
         y = x.new_empty(len(x), self.outputs)
         filled = self.inputs + -self.inputs % 4
         digits = torch.empty(len(x), 2, filled, dtype=torch.int8)
@@ -131,6 +141,10 @@ class Int8Linear(_Linear):
         return y if more is None else y.add_(more)
 
 
+def _joined(weights: Sequence[Tensor]) -> Tensor:
+    return weights[0] if len(weights) == 1 else torch.cat(list(weights))
+
+
 def _panels(weight: Tensor, width: int, block: int) -> Tensor:
     """``[out, in] -> [panels, in / block, width, block]``, filled up with zeros."""
     outputs, inputs = weight.shape
@@ -144,8 +158,8 @@ def _stride(more: Tensor | None) -> int:
 
 
 @functools.cache
-def _library(name: str) -> ctypes.CDLL | None:
+def _library(name: str, *definitions: str) -> ctypes.CDLL | None:
     try:
-        return compiled.library(name)
+        return compiled.library(name, *definitions)
     except (OSError, RuntimeError):  # ``cpu_kernels`` says why
         return None
