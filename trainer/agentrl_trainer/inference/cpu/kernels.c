@@ -116,7 +116,7 @@ static inline __attribute__((always_inline)) void see(const int tokens, State *s
         State *state = states + x;
         for (int t = n + x * grows; t < TILE; t++) own[t] = -__builtin_inff();
         const float found = largest((const vec *)own);
-        if (!(found <= state->most[r])) { /* NaN goes on */
+        if (found > state->most[r]) { /* NaN shows in the weights */
             float before = exponential(state->most[r] - found);
             state->most[r] = found;
             state->mass[r] *= before;
