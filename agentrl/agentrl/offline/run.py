@@ -29,6 +29,7 @@ from agentrl.runs.folder import RunFolder
 from agentrl.runs.learning_curve import draw_learning_curve
 from agentrl.runs.metric_names import HELD_OUT_LOSS, LOSS
 from agentrl.training.metrics import finite_numbers
+from agentrl.training.resume import tell_other_trainers
 from agentrl.training.session import RunError
 from agentrl.training.setup.clients import TrainingClients
 from agentrl_tracer.store import Store
@@ -136,7 +137,10 @@ class OfflineRun:
         found = self.backend.service.restore_checkpoint(self.folder.checkpoints).result()
         for path, fault in found.torn.items():
             self.display.note(f"checkpoint {path.name} was passed over: {fault}")
-        step = found.checkpoint.step if found.checkpoint else 0
+        step = 0
+        if found.checkpoint is not None:
+            step, meta = found.checkpoint.step, found.checkpoint.meta
+            tell_other_trainers(step, meta, self.config.learning.trainers, self.display.note)
         self.folder.drop_metrics_after(step)
         self.store.drop_metrics_after(self.run_id, step)
         for path in (self.folder.adapters / self.name).glob("v*"):

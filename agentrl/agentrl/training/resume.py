@@ -205,6 +205,19 @@ def tell_changes(changes: Mapping[str, tuple[Any, Any]], tell: Callable[[str], N
         tell(f"from now on: {words}")
 
 
+def tell_other_trainers(
+    step: int, meta: Mapping[str, Any], trainers: int, tell: Callable[[str], None]
+) -> None:
+    """Report that another number of trainers wrote the checkpoint ``step``, whose meta this is."""
+    before = meta.get("trainers", trainers)  # one of an earlier version does not say
+    if before != trainers:
+        tell(
+            f"step {step} was computed with learning.trainers {before}, the next ones with "
+            f"{trainers}: they round sums otherwise, so what follows is not equal bit for bit to "
+            "what the run would have computed before"
+        )
+
+
 def verify_in_background(store: Store, run_id: str, note: Callable[[str], None]) -> None:
     """Count the run's calls while it goes on, and note what does not add up."""
 

@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,6 +20,7 @@ from agentrl.config.commands import OfflineConfig, SftConfig
 from agentrl.config.errors import ConfigError
 from agentrl.config.settings.models import ModelSettings
 from agentrl.console.offline import offline_report
+from agentrl.console.output import console
 from agentrl.datasets.samples import Example, weighted_row
 from agentrl.offline.command import run_offline
 from agentrl.offline.run import OfflineRun, OfflineSummary
@@ -176,6 +178,17 @@ def test_a_run_goes_back_to_a_kept_step(whole: Whole, tmp_path: Path) -> None:
         sum(row.get(f"seconds/{what}", 0) for row in folder.read_metrics()
             for what in ("update", "evaluation")), abs=0.01,
     )  # fmt: skip
+
+
+def test_two_trainers_go_on_with_the_steps_of_one(whole: Whole, tmp_path: Path) -> None:
+    root = shutil.copytree(whole.folder.root, tmp_path / "first")
+    with console.capture() as printed:
+        train(tmp_path, Path(f"{root}@6"), learning={"trainers": 2})
+    said = "step 6 was computed with learning.trainers 1, the next ones with 2: "
+    assert said in " ".join(printed.get().split())
+    for many, single in zip(losses(RunFolder(root)), losses(whole.folder), strict=True):
+        known = [value is not None for value in single]
+        assert [*compress(many, known)] == pytest.approx([*compress(single, known)], rel=1e-5)
 
 
 def test_pruning_leaves_what_would_be_the_best_of_each_checkpoint(tmp_path: Path) -> None:

@@ -5,11 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
+from settings import nested
 from training_run import Run, wait_for
+
+from agentrl.config.commands import TrainConfig
+from agentrl_trainer.client import ServiceClient
 
 LOSS = """
 def loss(tokens):
@@ -53,13 +58,33 @@ def test_a_run_ends_with_its_rank_and_goes_on_with_a_sharded_base(tmp_path: Path
     assert f"continue with --resume {run.folder.root}" in run.output
     assert "Traceback" not in run.output
     assert run.processes() == []
-    run.changes = ["--shard-base"]
+    run.changes = ["--trainers", "3", "--shard-base"]
     run.finish()
     assert "learning.shard_base" in run.output
+    said = "was computed with learning.trainers 2, the next ones with 3: "
+    assert said in " ".join(run.output.split())
     assert [row["step"] for row in run.steps()] == [1, 2, 3, 4, 5]
     assert all(row["tokens/trained"] > 0 for row in run.steps())
     assert run.accounting().adds_up
     assert run.processes() == []
+
+
+def by_command(_: Path) -> None:
+    settings = {"agent": "a.py:a", "tasks": "t", "model": "agentrl-tiny", "load_in_4bit": True}
+    TrainConfig.model_validate(nested(**settings, trainers=2, shard_base=True))
+
+
+def by_client(folder: Path) -> None:
+    ranks = {"size": 2, "shard": True}
+    with ServiceClient(folder=folder, device="cpu", load_in_4bit=True, trainers=ranks) as service:
+        service.create_lora_training_client("agentrl-tiny", rank=4)
+
+
+@pytest.mark.parametrize("way", [by_command, by_client])
+def test_a_base_in_4_bits_is_not_spread(way: Callable[[Path], None], tmp_path: Path) -> None:
+    said = "learning.shard_base: not with model.load_in_4bit, .* leave one of them out"
+    with pytest.raises(ValueError, match=said):
+        way(tmp_path)
 
 
 def test_trainers_and_runners_on_ray(tmp_path: Path) -> None:

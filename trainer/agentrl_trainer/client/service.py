@@ -259,7 +259,8 @@ class ServiceClient:
         keep_step: int | None = None,
     ) -> APIFuture[SavedPath]:
         """Save all adapters, their optimizers and the random states atomically as one checkpoint
-        (``agentrl_trainer.checkpoint``). Later operations run while it is written.
+        (``agentrl_trainer.checkpoint``). Later operations run while it is written. Its meta also
+        has the number of ``trainers``.
 
         Over Tinker it holds the paths of states (``save_state``), which stay there.
         """
@@ -302,7 +303,7 @@ class ServiceClient:
     def _save_states(self, step: int) -> Callable[[], tuple[Mapping[str, Tensor], dict[str, Any]]]:
         """Return what gives, on the worker, a checkpoint's tensors and additions to its meta."""
         base = self._only_base()
-        return lambda: (base.learner.state_dict(), {})
+        return lambda: (base.learner.state_dict(), {"trainers": self._ranks["size"]})
 
     def _load_states(self, checkpoint: Checkpoint) -> None:
         self._only_base().learner.load_state_dict(checkpoint.tensors)
