@@ -13,6 +13,7 @@ from agentrl.config.errors import ConfigError
 from agentrl.config.field_types import names_function
 from agentrl.config.setting_names import flattened
 from agentrl.config.settings.algorithm import AlgorithmSettings, table_of
+from agentrl_trainer.distributed.options import check_shards
 from agentrl_trainer.distributed.verl.options import check_options
 from agentrl_trainer.names import check_name
 
@@ -162,10 +163,8 @@ def check_trainers(model: ModelSettings, learning: LearningSettings) -> None:
          "learning.shard_base: has no effect without several learning.trainers"),
         (learning.trainers == 1 and learning.trainers_on == "ray",
          "learning.trainers: on Ray give 2 or more, such as ray:4, or set trainers_on to here"),
-        (learning.shard_base and model.load_in_4bit,
-         "learning.shard_base: not with model.load_in_4bit, whose layers cannot be spread; leave "
-         "one of them out"),
     )  # fmt: skip
+    check_shards(shard=learning.shard_base, load_in_4bit=model.load_in_4bit)
 
 
 def _check_gateways(config: TrainConfig) -> None:

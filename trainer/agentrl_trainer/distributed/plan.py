@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
+from agentrl_trainer.distributed.options import check_shards
 from agentrl_trainer.models.loading import BaseModel, load_base, load_facts
 
 JOIN = timedelta(seconds=45)
@@ -27,7 +28,11 @@ class RankError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """How to become a rank; pickled."""
+    """How to become a rank; pickled.
+
+    Raises:
+        ValueError: the base model cannot be spread, see ``options.check_shards``.
+    """
 
     model: str
     model_options: Mapping[str, Any]
@@ -46,6 +51,10 @@ class RankPlan:
     rank: int = 0
     replicas: int = 1
     """How many whole base models the parts of all ranks make."""
+
+    def __post_init__(self) -> None:
+        in_4bit = bool(self.model_options.get("load_in_4bit"))
+        check_shards(shard=self.shard, load_in_4bit=in_4bit)
 
     def join(self) -> None:
         """Join the process group, which waits for all ranks.
