@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,20 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert tensors(folder.best_adapter) == tensors(whole.best_adapter)
     versions = [sorted(one.adapters.glob("policy/*")) for one in (folder, whole)]
     assert [one.name for one in versions[0]] == [one.name for one in versions[1]]
+
+
+@pytest.mark.kills
+def test_two_trainers_that_are_killed_make_the_steps_of_one(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "runs/killed")
+    ended = killed(5, signal.SIGKILL, *flags(tmp_path, "killed"), "--trainers", "2")
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    sft("--resume", folder.root)
+    sft(*flags(tmp_path, "whole"))
+    for many, single in zip(
+        losses(folder), losses(RunFolder(tmp_path / "runs/whole")), strict=True
+    ):
+        known = [value is not None for value in single]
+        assert [*compress(many, known)] == pytest.approx([*compress(single, known)], rel=1e-5)
 
 
 @pytest.mark.parametrize(

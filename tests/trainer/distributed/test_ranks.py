@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,11 @@ import torch
 from ranked_rows import ADAM, MODEL, TINY, distance, groups, ranks_of
 from small_models import qwen3, save_model
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from agentrl_trainer.client import AdamParams as ClientAdam
 from agentrl_trainer.client import ServiceClient
-from agentrl_trainer.data.training_row import with_extra
+from agentrl_trainer.data.training_row import TrainingRow, with_extra
 from agentrl_trainer.distributed import plan as plans
 from agentrl_trainer.distributed.plan import RankError, RankPlan
 from agentrl_trainer.distributed.ranks import RankedLearner
@@ -28,6 +28,11 @@ from agentrl_trainer.distributed.sharded import ShardedLearner
 from agentrl_trainer.learner.learner import Learner
 from agentrl_trainer.learner.logprobs import TokenLogprobs
 from agentrl_trainer.learner.loss_options import ValueParams
+from agentrl_trainer.learner.losses import LOSSES
+from agentrl_trainer.learner.optimizers import VALUE as PREFIX
+from agentrl_trainer.learner.preference_losses import pair_loss
+from agentrl_trainer.learner.prepare_batch import with_gae
+from agentrl_trainer.learner.reward_head import pair_scores_loss, score_row
 from agentrl_trainer.models.loading import load_base
 from agentrl_trainer.models.lora import load_adapter_weights
 from agentrl_trainer.models.sources import ModelError
@@ -68,6 +73,47 @@ def test_a_run_resumes_bit_for_bit(tmp_path: Any, shard: bool) -> None:
         steps(training, range(2, 4))
         resumed = state(training)
     assert all(torch.equal(whole[key], resumed[key]) for key in whole)
+
+
+def experts(folder: Path) -> str:
+    """Save a small mixture of experts."""
+    config = Qwen3MoeConfig(
+        vocab_size=257, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, head_dim=16,
+        num_key_value_heads=2, intermediate_size=48, moe_intermediate_size=24, num_experts=4,
+        num_experts_per_tok=2, max_position_embeddings=256, initializer_range=0.15,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return save_model(Qwen3MoeForCausalLM(config), folder)
+
+
+def test_experts_and_layers_that_are_computed_twice(tmp_path: Path) -> None:
+    check_beside_one(
+        experts(tmp_path),
+        {"gradient_checkpointing": True},
+        lambda of, rows: of.forward_backward(rows, "ppo"),
+    )
+
+
+def test_reward_heads() -> None:
+    def learn(of: Any, rows: list[TrainingRow]) -> None:
+        of.forward_backward_custom([score_row(row.tokens, "a") for row in rows], pair_scores_loss)
+
+    check_beside_one(TINY, {"score": True}, learn)
+
+
+def check_beside_one(
+    model: str, options: dict[str, Any], learn: Callable[[Any, list[TrainingRow]], object]
+) -> None:
+    """Step with one learner and with two ranks that share its base model."""
+    given = {"adapters": ("a",), "rank": 8, "seed": 1, **options}
+    one = Learner(load_base(model, **MODEL), **given)
+    ranked = ranks_of(RankPlan(model, MODEL, 2, shard=True), given)
+    for seed in range(2):
+        for of in (one, ranked):
+            learn(of, groups(seed, 2, adapters=("a",)))
+            assert of.optim_step(ADAM).grad_norm > 0
+        assert distance(one, ranked) < 1e-6
+    ranked.close()
 
 
 @pytest.fixture(scope="module", params=["whole", "sharded"])
@@ -122,6 +168,34 @@ def test_steps_are_those_of_one_learner(both: tuple[Learner, Any]) -> None:
         assert stats_n.metrics == pytest.approx(dict(stats_1.metrics), rel=1e-4)
         assert step_n.grad_norm == pytest.approx(step_1.grad_norm, rel=1e-5)
         assert distance(*both) < 1e-6
+
+
+@pytest.mark.parametrize("loss", sorted({*LOSSES, "dpo", "kto", "gae"} - {"ppo"}))
+def test_every_loss_is_that_of_one_learner(both: tuple[Learner, Any], loss: str) -> None:
+    found = list[Any]()
+    for of in both:
+        rows = of.with_reference(groups(14, 2, adapters=("a",), prompt=8))
+        if loss in ("dpo", "kto"):
+            stats, _ = of.forward_backward_custom(rows, pair_loss(loss, 0.1))
+        elif loss == "gae":
+            earned = [[0.1 * (token % 7) for token in row.tokens] for row in rows]
+            rows = with_extra(rows, rewards=earned)
+            stats = of.forward_backward(with_gae(rows, of.values(rows)), "ppo")
+        else:
+            stats = of.forward_backward(rows, loss)
+        found.append((stats.loss, of.optim_step(ADAM).grad_norm))
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    assert distance(*both) < 1e-6
+
+
+def test_gradients_of_the_adapters_that_step_are_sent_once(both: tuple[Learner, Any]) -> None:
+    before = both[1].sent
+    for of in both:
+        for seed in (15, 16):
+            of.forward_backward(groups(seed, 2, adapters=("a",), prompt=8))
+        of.optim_step(ADAM)
+    trained = [*both[0].parameters["a"].values(), *both[0].parameters[f"{PREFIX}a"].values()]
+    assert both[1].sent - before == sum(one.nbytes for one in trained)
 
 
 def test_fewer_rows_than_ranks_and_an_idle_adapter(both: tuple[Learner, Any]) -> None:
