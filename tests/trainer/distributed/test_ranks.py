@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +22,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Qwen3MoeConfig, Qwen3MoeFo
 from agentrl_trainer.client import AdamParams as ClientAdam
 from agentrl_trainer.client import ServiceClient
 from agentrl_trainer.data.training_row import TrainingRow, with_extra
+from agentrl_trainer.distributed import heartbeats
 from agentrl_trainer.distributed import plan as plans
 from agentrl_trainer.distributed.plan import RankError, RankPlan
 from agentrl_trainer.distributed.ranks import RankedLearner
@@ -243,13 +245,27 @@ def test_what_is_not_finite_changes_nothing_on_any_rank(both: tuple[Learner, Any
         assert of.finite_rows(broken, "ppo") == list(range(len(rows) - 1))
 
 
-def test_a_rank_that_dies_fails_the_call_and_the_next_goes_on(both: tuple[Learner, Any]) -> None:
+@pytest.mark.parametrize(
+    ("struck", "said"),
+    [
+        (signal.SIGSTOP, "it gave no sign of life for 3 s"),
+        (signal.SIGKILL, "it was killed by signal 9"),
+    ],
+)
+def test_a_rank_that_dies_fails_the_call_and_the_next_goes_on(
+    both: tuple[Learner, Any], struck: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one, ranked = both
+    if struck == signal.SIGSTOP and isinstance(ranked.learner, ShardedLearner):
+        pytest.skip("its followers would have ended for good")
     for of in both:
         of.load_state_dict(one.state_dict())
-    ranked._followers.running[0].process.kill()
-    with pytest.raises(RankError, match="rank 1 of 2 ended: it was killed by signal 9"):
+    ranked.forward(groups(10, 2))  # starts followers
+    ranked._followers.running[0].process.send_signal(struck)
+    monkeypatch.setattr(heartbeats, "LOOK_S", 0.2)
+    with pytest.raises(RankError, match=f"rank 1 of 2 ended: {said}"):
         ranked.forward_backward(groups(10))
+    monkeypatch.undo()  # of the next followers
     if isinstance(ranked.learner, ShardedLearner):
         with pytest.raises(
             RankError, match="the other trainers have ended, and their parts of the base model"

@@ -73,8 +73,11 @@ class FollowerActor:
             return said_of(error)
         return None
 
-    def end(self) -> None:
+    def kill(self) -> None:
         ray.kill(self._actor)
+
+    def end(self) -> None:
+        self.kill()
         remove_placement_group(self._group)  # of all of them, which end together
 
 

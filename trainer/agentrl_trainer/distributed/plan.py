@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
+from agentrl_trainer.distributed.heartbeats import beat
 from agentrl_trainer.distributed.options import check_shards
 from agentrl_trainer.models.loading import BaseModel, load_base, load_facts
 
@@ -47,7 +48,9 @@ class RankPlan:
     """Where the other ranks run: as processes of this machine, or as actors on a Ray cluster."""
     device: str = "cpu"
     """The type; on CUDA each rank has a GPU of its own."""
-    address: str = ""
+    host: str = ""
+    """Where the first rank listens."""
+    port: int = 0
     rank: int = 0
     replicas: int = 1
     """How many whole base models the parts of all ranks make."""
@@ -63,11 +66,14 @@ class RankPlan:
             RuntimeError: one of them has not joined in time.
         """
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if self.device == "cuda" else "gloo", init_method=self.address,
+            "cpu:gloo,cuda:nccl" if self.device == "cuda" else "gloo",
+            init_method=f"tcp://{self.host}:{self.port}",
             rank=self.rank, world_size=self.size, timeout=JOIN,
         )  # fmt: skip
         _set_pg_timeout(_SLOWEST)
         _get_default_store().set_timeout(_SLOWEST)
+        if self.rank:
+            beat(self.host, self.port, self.rank)
 
     def load(self) -> BaseModel:
         """Load this rank's base model, or its part of it.

@@ -42,6 +42,10 @@ class FollowerProcess:
         code = self.process.wait()
         return f"it was killed by signal {-code}" if code < 0 else f"its exit code was {code}"
 
+    def kill(self) -> None:
+        """Kill it, on any thread; ``why_ended`` then returns."""
+        self.process.kill()
+
     def end(self) -> None:
         self._pipe.close()
         self.process.kill()

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from agentrl_trainer.data.training_row import TrainingRow
+from agentrl_trainer.distributed.heartbeats import Watch
 from agentrl_trainer.distributed.plan import RankError, RankPlan
 from agentrl_trainer.distributed.processes import FollowerProcess
 from agentrl_trainer.distributed.rank import Rank
@@ -55,7 +56,8 @@ class Followers:
     def __init__(self, plan: RankPlan) -> None:
         self.plan = plan
         self.running: list[Any] = []
-        self._joined = False
+        self._watch: Watch | None = None
+        """None where this process is in no group."""
 
     def start(self) -> RankPlan:
         """Start the followers, join their process group, and have them load the base model.
@@ -83,15 +85,15 @@ class Followers:
                 raise RankError(f"rank {rank} of {plan.size} could not start: {why}")
         with socket.socket() as free:
             free.bind((host, 0))
-            address = f"tcp://{host}:{free.getsockname()[1]}"
+            port = free.getsockname()[1]
         # Ranks of a node follow each other: its own part of a process group is a row of them.
         self.running.sort(key=lambda one: (one.node != node, one.node))
         replicas = _replicas([node, *(one.node for one in self.running)])
-        plan = replace(plan, address=address, replicas=replicas)
+        plan = replace(plan, host=host, port=port, replicas=replicas)
         for rank, follower in enumerate(self.running, start=1):
             follower.send(_message("join", replace(plan, rank=rank)))
         plan.join()
-        self._joined = True
+        self._watch = Watch(host, port, self.running)
         self.send("load")
         return plan
 
@@ -126,9 +128,11 @@ class Followers:
                     ended[rank] = why
         while self.running:
             self.running.pop().end()
-        if self._joined:
+        if self._watch is not None:
+            self._watch.end()
+            ended |= self._watch.killed if ended else {}
             dist.destroy_process_group()
-        self._joined = False
+        self._watch = None
         # Those that survived it only say that another one was gone.
         first = [rank for rank, why in ended.items() if _BY_PEER not in why]
         for rank in first or ended:
