@@ -43,16 +43,17 @@ class Watch:
     """Looks at the followers' counts, on a thread, until it is ended."""
 
     def __init__(self, host: str, port: int, followers: Sequence[Any]) -> None:
-        self.killed: dict[int, str] = {}
-        """Why it has killed followers, by rank."""
+        self._ended: dict[int, str] = {}
         self._over = threading.Event()
         self._store = _store(host, port)
         self._thread = threading.Thread(target=self._look, args=(list(followers),), daemon=True)
         self._thread.start()
 
-    def end(self) -> None:
+    def end(self) -> dict[int, str]:
+        """Stop to look; return why followers have ended whose counts stood still, by rank."""
         self._over.set()
         self._thread.join()
+        return self._ended
 
     def _look(self, followers: Sequence[Any]) -> None:
         counts, looks = [0] * len(followers), [0] * len(followers)
@@ -61,5 +62,6 @@ class Watch:
                 before, counts[at] = counts[at], self._store.add(f"beats/{at + 1}", 0)
                 looks[at] = looks[at] + 1 if counts[at] == before else 0
                 if looks[at] == LOOKS:
-                    self.killed[at + 1] = f"it gave no sign of life for {LOOKS * LOOK_S:.0f} s"
+                    silent = f"it gave no sign of life for {LOOKS * LOOK_S:.0f} s"
+                    self._ended[at + 1] = follower.why_ended(0) or silent
                     follower.kill()

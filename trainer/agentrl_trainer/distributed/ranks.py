@@ -119,18 +119,17 @@ class Followers:
 
     def end(self, error: Exception | None = None) -> None:
         """End all of them; after an ``error``, raise RankError if one of them ended first."""
-        ended: dict[int, str] = {}
+        silent, ended = self._watch.end() if self._watch else {}, dict[int, str]()
         of_collective = isinstance(error, RuntimeError) and not isinstance(error, RankError)
         if of_collective or _BY_PEER in str(error):
             until = time.monotonic() + _LAST_WORDS_S
             for rank, follower in enumerate(self.running, start=1):
-                if (why := follower.why_ended(max(until - time.monotonic(), 0.1))) is not None:
+                left = max(until - time.monotonic(), 0.1)
+                if (why := silent.get(rank) or follower.why_ended(left)) is not None:
                     ended[rank] = why
         while self.running:
             self.running.pop().end()
         if self._watch is not None:
-            self._watch.end()
-            ended |= self._watch.killed if ended else {}
             dist.destroy_process_group()
         self._watch = None
         # Those that survived it only say that another one was gone.
