@@ -33,6 +33,8 @@ from typing import Any
 import psutil
 import sqlalchemy as sa
 
+from agentrl.runs.folder import RunFolder
+
 HERE = Path(__file__).parent
 RUN_LIMIT_S = 900
 STOPPED_S = 3.0
@@ -169,10 +171,11 @@ class Run:
                 victim.send_signal(signal.SIGCONT)
                 self.strikes[f"{kind} stopped"] += 1
                 return False
+            phase = self.phase()
             victim.kill()
-        except psutil.NoSuchProcess:
+        except (psutil.NoSuchProcess, sa.exc.DatabaseError):  # of a store that is being made
             return False
-        self.strikes[kind] += 1
+        self.strikes[f"{kind} in {phase}"] += 1
         if kind == "postgres":
             assert postgres is not None
             victim.wait(30)
@@ -182,6 +185,22 @@ class Run:
             victim.wait(30)
             self.start()
         return True
+
+    def phase(self) -> str:
+        """Tell what the trainer does, or goes on with, by what it has written."""
+        run = RunFolder(self.folder / "run")
+        if any(run.checkpoints.glob(".tmp-*")):
+            return "checkpoint"
+        saved = [int(path.name[5:]) for path in run.checkpoints.glob("step-*")]
+        logged = [row["step"] for row in run.read_metrics() if "reward/mean" in row]
+        if max(saved, default=0) > max(logged, default=0):
+            return "publish"
+        engine = sa.create_engine(_driver(self.store_url))
+        with engine.connect() as connection:
+            waiting = "SELECT count(*) FROM rollouts WHERE state IN ('queued', 'running')"
+            count = connection.scalar(sa.text(waiting))
+        engine.dispose()
+        return "rollouts" if count else "update"
 
     def left_processes(self) -> list[str]:
         """Return the processes that carry this run's mark, after a grace period."""
