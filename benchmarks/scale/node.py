@@ -17,12 +17,16 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import aiohttp
 
 from agentrl_tracer.schemas import AttemptState, Claim, Purpose
 from agentrl_tracer.store import Store
+
+sys.path.append(str(Path(__file__).parents[2]))
+from benchmarks.queries import CountingCursor, count_queries
 
 CALLS = 4
 """Of each rollout."""
@@ -46,6 +50,8 @@ class Node:
     gateways: list[str]
     runners: int
     number: int
+    text: str
+    """What each message ends with."""
 
 
 class SimulatedNode:
@@ -53,6 +59,7 @@ class SimulatedNode:
 
     def __init__(self, plan: Node) -> None:
         self.plan, self.store = plan, Store(plan.store)
+        count_queries(self.store)
         self.thread = ThreadPoolExecutor(1)
         self.took: dict[str, list[float]] = {"claim": [], "heartbeat": [], "end": [], "call": []}
         self.counts = Counter[str]()
@@ -82,7 +89,7 @@ class SimulatedNode:
             beats.cancel()
         return {
             "took": self.took, "counts": self.counts, "answered_at": self.answered_at,
-            "unsuccessful": self.unsuccessful,
+            "unsuccessful": self.unsuccessful, "queries": CountingCursor.sent,
         }  # fmt: skip
 
     async def runner(self, number: int) -> None:
@@ -126,7 +133,8 @@ class SimulatedNode:
             self.leased.discard(claim.attempt_id)
 
     async def call(self, claim: Claim, gateway: str, turn: int) -> None:
-        said = [{"role": "user", "content": f"Turn {turn} of {claim.rollout_id}."}]
+        content = f"Turn {turn} of {claim.rollout_id}.{self.plan.text}"
+        said = [{"role": "user", "content": content}]
         body = {"model": "policy", "max_tokens": 64, "messages": said}
         began = time.perf_counter()
         await self.post(claim, gateway, "chat/completions", body)

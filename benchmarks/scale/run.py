@@ -2,6 +2,7 @@
 
 python benchmarks/scale/run.py      # 1,000 runners, 25,000 calls with 1, 2 and 4 gateways
 python benchmarks/scale/run.py --rollouts 250000 --gateways 1 --kills 20 --results million
+python benchmarks/scale/run.py --gateways 1 --answer 1024 --results long-answers
 python benchmarks/scale/run.py --smoke      # does everything run?
 """
 
@@ -29,7 +30,8 @@ import psutil
 import sqlalchemy as sa
 
 HERE = Path(__file__).parent
-sys.path += [str(HERE.parents[1]), str(HERE.parent / "gateway"), str(HERE)]
+ROOT = HERE.parents[1]
+sys.path += [str(ROOT), str(HERE)]
 from benchmarks.reporting import machine, table, write_json  # noqa: E402
 from node import CALLS, Node  # noqa: E402
 
@@ -46,6 +48,8 @@ def main() -> None:
     parser.add_argument("--gateways", type=int, default=[1, 2, 4], nargs="+")
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--kills", type=int, default=0, help="of gateways, by SIGKILL")
+    parser.add_argument("--answer", type=int, default=64, help="tokens of each answer")
+    parser.add_argument("--prompt", type=int, default=0, help="tokens of each message, about")
     parser.add_argument("--results", default="scale", help="name of the files in results/")
     parser.add_argument("--smoke", action="store_true", help="small, with kills, no results")
     given = parser.parse_args()
@@ -55,7 +59,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for count in given.gateways:
             found[count] = measure(Path(folder), count, given)
-    lines = [where, "", *report(found, given.runners, given.nodes)]
+    lines = [where, "", *report(found, given)]
     print("\n".join(lines))
     if not given.smoke:
         results = HERE / "results" / given.results
@@ -66,14 +70,12 @@ def main() -> None:
 class GatewayProcesses:
     """The gateways of one measurement, which can be killed and come back on their ports."""
 
-    def __init__(self, folder: Path, store: str, run_id: str, count: int) -> None:
-        from benchmarks.gateway.run import write_answer
-
-        self.answer, self.store, self.run_id = str(write_answer(folder)), store, run_id
+    def __init__(self, answer: Path, store: str, run_id: str, count: int) -> None:
+        self.answer, self.store, self.run_id = str(answer), store, run_id
         first = 20_000 + os.getpid() % 10_000
         self.ports = [first + number for number in range(count)]
         self.urls = [f"http://127.0.0.1:{port}" for port in self.ports]
-        self.commits = [folder / f"commits-{number}.json" for number in range(count)]
+        self.commits = [answer.parent / f"commits-{number}.json" for number in range(count)]
         self.cpu_of_killed = 0.0
         self.processes = [self.start(number) for number in range(count)]
         for number in range(count):
@@ -85,6 +87,7 @@ class GatewayProcesses:
             "BENCHMARK_ANSWER": self.answer,
             "BENCHMARK_NUMBER": f"{number}/{len(self.ports)}",
             "BENCHMARK_COMMITS": str(self.commits[number]),
+            "BENCHMARK_CONTEXT": "8192",
         }
         command = [sys.executable, program, str(self.ports[number]), self.store, self.run_id]
         return subprocess.Popen(command, env=os.environ | own)
@@ -106,13 +109,35 @@ class GatewayProcesses:
     def cpu_s(self) -> float:
         return self.cpu_of_killed + sum(cpu_of(process.pid) for process in self.processes)
 
-    def stop(self) -> list[float]:
-        """Stop all in order; return the seconds of their commits since the last kill."""
+    def stop(self) -> tuple[list[float], int]:
+        """Stop all in order; return the seconds of their commits since the last kill, and the
+        number of their queries."""
         for process in self.processes:
             process.send_signal(signal.SIGTERM)
         for process in self.processes:
             process.wait(60)
-        return [seconds for path in self.commits for seconds in json.loads(path.read_text())]
+        seen = [json.loads(path.read_text()) for path in self.commits]
+        commits = [seconds for one in seen for seconds in one["seconds"]]
+        return commits, sum(one["queries"] for one in seen)
+
+
+def texts(folder: Path, prompt: int, answer: int) -> tuple[str, Path]:
+    """Return a text of ``prompt`` tokens, and a file with an answer of ``answer`` tokens: both are
+    prose of the documentation, with random log-probs."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "trainer/agentrl_trainer/tiny/weights")
+    draw = random.Random(0)
+    ids = tokenizer.encode((ROOT / "docs/runs.md").read_text(), verbose=False)
+    said = {
+        "ids": ids[:answer],
+        "tokens": [tokenizer.decode([i]) for i in ids[:answer]],
+        "logprobs": [-draw.expovariate(1.0) for _ in range(answer)],
+        "prompt_tokens": 24 + prompt,
+    }
+    path = folder / "answer.json"
+    path.write_text(json.dumps(said))
+    return tokenizer.decode(ids[:prompt]), path
 
 
 def measure(folder: Path, count: int, given: argparse.Namespace) -> dict[str, Any]:
@@ -128,17 +153,20 @@ def measure(folder: Path, count: int, given: argparse.Namespace) -> dict[str, An
     store.enqueue(run_id, queue)
     before = database_bytes(store), transactions(store)
     postgres = server.get_postmaster_info().pid
-    gateways = GatewayProcesses(folder, url, run_id, count)
+    text, answer = texts(folder, given.prompt, given.answer)
+    gateways = GatewayProcesses(answer, url, run_id, count)
     try:
         costs = gateways.cpu_s(), cpu_of(postgres)
         began = time.monotonic()
         share = given.runners // given.nodes
-        plans = [Node(url, run_id, gateways.urls, share, number) for number in range(given.nodes)]
+        plans = [
+            Node(url, run_id, gateways.urls, share, number, text) for number in range(given.nodes)
+        ]
         said = nodes_ran(plans, gateways, given, store)
         seconds = time.monotonic() - began
         costs = gateways.cpu_s() - costs[0], cpu_of(postgres) - costs[1]
     finally:
-        commits = gateways.stop()
+        commits, queries = gateways.stop()
     took = {name: [x for one in said for x in one["took"][name]] for name in said[0]["took"]}
     counts = sum((Counter(one["counts"]) for one in said), Counter[str]())
     unsuccessful = {key: n for one in said for key, n in one["unsuccessful"].items()}
@@ -147,6 +175,8 @@ def measure(folder: Path, count: int, given: argparse.Namespace) -> dict[str, An
         "kills": given.kills, "gateway_cpu_s": costs[0], "postgres_cpu_s": costs[1],
         "bytes": database_bytes(store) - before[0],
         "transactions": transactions(store) - before[1],
+        "queries": {"of a call": queries / len(commits),
+                    "of a rollout": sum(one["queries"] for one in said) / len(queue)},
         "ms": {name: [1000 * float(np.percentile(x, p)) for p in (50, 99)] + [len(x)]
                for name, x in (took | {"commit": commits}).items()},
         "problems": problems_of(store, run_id, counts, unsuccessful, len(queue)),
@@ -224,7 +254,7 @@ def problems_of(
     return [*problems[:10], *([f"{odd}"] if odd else [])]
 
 
-def report(found: dict[int, Any], runners: int, nodes: int) -> list[str]:
+def report(found: dict[int, Any], given: argparse.Namespace) -> list[str]:
     rows: list[list[str]] = []
     for gateways, one in found.items():
         calls = one["ms"]["call"][2]
@@ -236,16 +266,18 @@ def report(found: dict[int, Any], runners: int, nodes: int) -> list[str]:
             f"{1000 * one['gateway_cpu_s'] / calls:.2f}",
             f"{1000 * one['postgres_cpu_s'] / calls:.2f}", f"{one['bytes'] / calls:,.0f}",
             f"{one['transactions'] / calls:.1f}",
+            *(f"{one['queries'][of]:.1f}" for of in ("of a call", "of a rollout")),
             f"{one['counts']['died']:,}", f"{one['kills']}",
             f"{one['counts'].get('interrupted', 0):,}", "; ".join(one["problems"]) or "balance",
         ])  # fmt: skip
     return [
-        f"{runners:,} runners in {nodes} processes, {CALLS} calls a rollout without pauses; ms are "
-        "p50 / p99:", "",
+        f"{given.runners:,} runners in {given.nodes} processes, {CALLS} calls a rollout without "
+        f"pauses, about {24 + given.prompt} + {given.answer} tokens a call; ms are p50 / p99:", "",
         *table(
             ["gateways", "calls", "calls/s", "claim, ms", "heartbeat, ms", "end, ms",
              "commit of a call, ms", "call p50, s", "p99, s", "CPU-ms a call: gateways",
-             "PostgreSQL", "bytes a call", "transactions a call", "runners lost",
+             "PostgreSQL", "bytes a call", "transactions a call",
+             "queries of gateways a call", "queries of runners a rollout", "runners lost",
              "gateways killed", "attempts cut off", "books"], rows,
         ),
     ]  # fmt: skip

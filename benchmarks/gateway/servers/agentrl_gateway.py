@@ -6,8 +6,8 @@
 Everything else is real: the tiny model's renderer, the SQLite store, the writer, credentials of
 attempts. ``--forget`` puts a sink that keeps nothing in the writer's place: the price of recording.
 With a provider's URL the gateway has a model ``judge`` of that provider. ``BENCHMARK_NUMBER=1/2``
-makes it the second of two gateways. At its end it writes the seconds of each commit to the file
-``BENCHMARK_COMMITS``.
+makes it the second of two gateways. At its end it writes the seconds of each commit, and how many
+queries it sent to PostgreSQL, to the file ``BENCHMARK_COMMITS``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[3]))
 import answer
+from benchmarks.queries import CountingCursor, count_queries
 
 from agentrl.timing import heavy_imports
 from agentrl_proxy.sampler import DecodingParams, FinishEvent, SampleEvent, TokenEvent
@@ -108,6 +110,8 @@ def main(port: int, store_url: str, run_id: str, *options: str) -> None:
 
     sys.setswitchinterval(1e-4)  # as agentrl.gateway.process does
     store = Store(store_url)
+    if commits := os.environ.get("BENCHMARK_COMMITS"):
+        count_queries(store)
     number, _, gateways = os.environ.get("BENCHMARK_NUMBER", "0/1").partition("/")
     boot_id = new_boot_id(int(number))
     store.register_gateway(boot_id, run_id, os.getpid(), gateways=int(gateways))
@@ -139,8 +143,9 @@ def main(port: int, store_url: str, run_id: str, *options: str) -> None:
     finally:
         writer.close()
         store.close()
-        if path := os.environ.get("BENCHMARK_COMMITS"):
-            Path(path).write_text(json.dumps(writer.seconds))
+        if commits:
+            seen = {"seconds": writer.seconds, "queries": CountingCursor.sent}
+            Path(commits).write_text(json.dumps(seen))
 
 
 if __name__ == "__main__":
