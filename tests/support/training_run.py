@@ -24,6 +24,7 @@ from agentrl_tracer.schemas import Accounting, Call
 from agentrl_tracer.store import Store
 
 SUPPORT = Path(__file__).parent
+HELLO = SUPPORT.parents[1] / "examples/hello/agent.py"
 
 
 class Run:
@@ -127,6 +128,14 @@ class Run:
             str(path.relative_to(self.folder.adapter)): path.read_bytes()
             for path in sorted(self.folder.adapter.rglob("*.safetensors"))
         }
+
+
+def hello(folder: Path, **settings: Any) -> Run:
+    """Return a run of examples/hello, long enough to solve all held-out tasks."""
+    return Run(folder, f"{HELLO}:agent", **{
+        "task_count": 100, "runners": 8, "rollouts_per_process": 50, "batch_size": 8,
+        "group_size": 8, "steps": 12, "max_tokens": 32,
+    } | settings)  # fmt: skip
 
 
 def wait_for(what: Callable[[], Any], process: subprocess.Popen[str], timeout_s: float = 60) -> Any:

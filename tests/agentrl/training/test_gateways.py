@@ -9,22 +9,17 @@ from contextlib import closing
 from pathlib import Path
 
 import sqlalchemy as sa
-from training_run import Run, wait_for
+from training_run import hello, wait_for
 
 from agentrl_tracer.schemas import CallState
 from agentrl_tracer.store import Store
 
-AGENT = Path(__file__).parents[3] / "examples/hello/agent.py"
 BOOTS = sa.text("SELECT boot_id, pid FROM gateways WHERE run_id = :run ORDER BY started_at")
 GATEWAYS = sa.text("SELECT id, gateway, state FROM calls WHERE run_id = :run")
 
 
 def test_hello_is_learned_though_a_gateway_is_killed(tmp_path: Path, postgres: str) -> None:
-    run = Run(
-        tmp_path, f"{AGENT}:agent", task_count=100, store=postgres, gateways=2, samplers=2,
-        trainers=2, runners=8, rollouts_per_process=50, batch_size=8, group_size=8, steps=12,
-        max_tokens=32,
-    )  # fmt: skip
+    run = hello(tmp_path, store=postgres, gateways=2, samplers=2, trainers=2)
     process = run.start()
     with closing(Store(postgres)) as store:
         wait_for(run.steps, process, 120)

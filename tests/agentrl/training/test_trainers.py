@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from settings import nested
-from training_run import Run, wait_for
+from training_run import Run, hello, wait_for
 
 from agentrl.config.commands import TrainConfig
 from agentrl_trainer.client import ServiceClient
@@ -87,13 +87,15 @@ def test_a_base_in_4_bits_is_not_spread(way: Callable[[Path], None], tmp_path: P
         way(tmp_path)
 
 
-def test_trainers_and_runners_on_ray(tmp_path: Path) -> None:
+@pytest.mark.timeout(400)
+def test_hello_is_learned_with_trainers_and_runners_on_ray(tmp_path: Path) -> None:
     pytest.importorskip("ray")
-    run = Run(tmp_path, "mixed", trainers="ray:2", runners="ray:2")
+    run = hello(tmp_path, trainers="ray:2", runners="ray:4")
     process = run.start()
     of_run = psutil.Process(process.pid)
     wait_for(lambda: all(name in names(of_run) for name in ACTORS), process, 120)
     assert followers(run) == []
     run.finish(process)
-    assert run.accounting().trained == 32
     assert run.accounting().adds_up
+    assert run.folder.read_metrics()[-1]["eval/accuracy"] == 1.0
+    assert run.processes() == []

@@ -12,13 +12,12 @@ import psutil
 import pytest
 from pydantic import ValidationError
 from settings import nested
-from training_run import Run, wait_for
+from training_run import Run, hello, wait_for
 from verl_on_cpu import ENVIRONMENT
 
 from agentrl.config.commands import TrainConfig
 from agentrl.ray_cluster import places_of
 
-AGENT = Path(__file__).parents[3] / "examples/hello/agent.py"
 LOSS = """
 def loss(tokens):
     return -tokens.advantages * tokens.log_ratio.exp()
@@ -66,11 +65,8 @@ def verl(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.timeout(400)
 def test_hello_is_learned_though_a_worker_dies(verl: None, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(LOSS)
-    run = Run(
-        tmp_path, f"{AGENT}:agent", task_count=100, backend="verl", trainers=2, runners=8,
-        rollouts_per_process=50, batch_size=8, group_size=8, steps=16, max_tokens=32,
-        loss=f"{tmp_path / 'own.py'}:loss",
-    )  # fmt: skip
+    loss = f"{tmp_path / 'own.py'}:loss"
+    run = hello(tmp_path, backend="verl", trainers=2, steps=16, loss=loss)
     process = run.start()
     wait_for(run.steps, process, 120)
     below = psutil.Process(process.pid).children(recursive=True)
