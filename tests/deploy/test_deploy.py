@@ -53,10 +53,16 @@ def test_the_image_has_the_torch_of_the_makefile() -> None:
 
 
 def test_the_manifests_are_valid() -> None:
-    """Nothing on PyPI has KubeRay's schema: the pods in its resource are checked as core pods."""
+    """Nothing on PyPI has the schemas of KubeRay and Kustomize: the pods in a RayJob are checked as
+    core pods, and the names of the kustomization are those that the manifests use."""
     folder = DEPLOY / "kubernetes"
-    files = yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"]
-    manifests = [one for file in files for one in yaml.safe_load_all((folder / file).read_text())]
+    kustomization = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    text = "\n---\n".join((folder / file).read_text() for file in kustomization["resources"])
+    images = set(re.findall(r"image: (\S+)", text)) - {"postgres:17"}
+    assert images == {one["name"] for one in kustomization["images"]}
+    secrets = set(re.findall(r"secretRef: { name: (\S+) }", text))
+    assert secrets == {one["name"] for one in kustomization["secretGenerator"]}
+    manifests = list(yaml.safe_load_all(text))
     [job] = [one for one in manifests if one["kind"] == "RayJob"]
     manifests.remove(job)
     cluster = job["spec"]["rayClusterSpec"]
