@@ -31,13 +31,14 @@ class PhaseTimer:
         try:
             yield
         finally:
-            self._add(phase, time.perf_counter() - started, busy_core_seconds() - busy)
+            self.add_phase(phase, time.perf_counter() - started, busy_core_seconds() - busy)
 
     def add(self, other: PhaseTimer) -> None:
         for phase, seconds in other.spent.items():
-            self._add(phase, seconds, other.busy[phase])
+            self.add_phase(phase, seconds, other.busy[phase])
 
-    def _add(self, phase: str, seconds: float, busy: float) -> None:
+    def add_phase(self, phase: str, seconds: float, busy: float) -> None:
+        """Add seconds, and those that cores were busy meanwhile, to a phase."""
         self.spent[phase] = self.spent.get(phase, 0.0) + seconds
         self.busy[phase] = self.busy.get(phase, 0.0) + busy
 

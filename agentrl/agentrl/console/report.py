@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from rich.console import Group
@@ -30,6 +31,11 @@ def calls_line(a: Accounting) -> str:
     return f"{sums} {'✓ adds up' if a.adds_up else '✗ DOES NOT ADD UP'}"
 
 
+def cores_line(busy: Mapping[str, float]) -> str:
+    """Return the share of the cores that were busy in each phase."""
+    return ", ".join(f"{phase} {share:.0%}" for phase, share in busy.items())
+
+
 def training_report(summary: Summary) -> Group:
     """Show replies before and after, the figures, and where things are."""
     accounting = summary.accounting
@@ -46,10 +52,8 @@ def training_report(summary: Summary) -> Group:
         rows.append(("ended by", Text(f"{summary.ended.guard}: {summary.ended.sentence}")))
     split = ", ".join(f"{name} {seconds:.1f}" for name, seconds in summary.seconds.items())
     rows.append(("time", f"{sum(summary.seconds.values()):.0f} s: {split}"))
-    busy = summary.cores_busy
-    told = [f"{name} {busy[name]:.0%}" for name in summary.seconds if name in busy]
-    if told:
-        rows.append(("cores busy", ", ".join(told)))
+    if summary.cores_busy:
+        rows.append(("cores busy", cores_line(summary.cores_busy)))
     places = [
         whole((f"{name:<{NAME_WIDTH}}  ", "dim"), shown(path))
         for name, path in (

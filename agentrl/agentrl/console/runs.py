@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from agentrl.console.output import plain, print_block, print_line, print_sentences
-from agentrl.console.report import calls_line
+from agentrl.console.report import calls_line, cores_line
 from agentrl.console.tables import facts, print_rows, sparkline
 from agentrl.history import evaluations
 from agentrl.history.evaluations import differences, held_out
@@ -21,6 +21,7 @@ from agentrl.history.sources import OpenRun
 from agentrl.runs.circumstances import why_failed
 from agentrl.runs.metric_names import HELD_OUT, HELD_OUT_LOSS, LOSS, REWARD
 from agentrl.runs.recorded import CONTINUED, OFFLINE, how_to_continue, shown
+from agentrl.runs.summary import shares_of_cores
 from agentrl_tracer.schemas import AttemptState, Call, Json, PromptKinds, RolloutState, Verified
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ def show_run(to: Console, run: OpenRun) -> None:
         "calls": calls_line(store.accounting(run.id)),
         "prompts": _counts(prompts),
         "branched most": branched_most(continuity),
+        "cores busy": cores_line(shares_of_cores(run.folder)),
     }
     print_line(to=to)
     print_block(facts((name, said) for name, said in known.items() if said), to)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -33,6 +34,17 @@ class Ending(NamedTuple):
     evaluates: bool = False
     again: Sequence[str] = ()
     rolls_back: bool = False
+
+
+def shares_of_cores(folder: RunFolder) -> Mapping[str, float]:
+    """Return the share of the cores that were busy in each phase of a training, 0 to 1.
+
+    Empty until it has ended. A run that was resumed has the shares of its last start.
+    """
+    try:
+        return json.loads(folder.summary.read_text(encoding="utf-8")).get("cores_busy", {})
+    except (OSError, ValueError):
+        return {}
 
 
 @dataclass(frozen=True, slots=True)

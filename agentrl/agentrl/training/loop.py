@@ -7,7 +7,6 @@ checkpoints and resumes it.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -78,7 +77,7 @@ class Trainer(TrainingRun):
             self.begin(step)
             self.save_versions(step)
             self.publish(step)
-            self.timer.spent["start"] = time.perf_counter() - self.session.started
+            self.session.add_start(self.timer)
             ended: Ending | None = None
             try:
                 self.evaluate(step)

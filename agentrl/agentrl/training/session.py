@@ -28,7 +28,7 @@ from agentrl.samplers.vllm.server import planned_servers
 from agentrl.scoring.functions import RewardFunction, ScoringContext
 from agentrl.scoring.scorer import Scorer
 from agentrl.supervisor import SupervisedProcess
-from agentrl.timing import Waiting
+from agentrl.timing import PhaseTimer, Waiting, busy_core_seconds
 from agentrl_proxy.server.listening import is_loopback
 from agentrl_tracer.schemas import Call, NewRollout, Policies, Rollout, SkipReason
 from agentrl_tracer.store import Store, StoreError
@@ -116,7 +116,7 @@ class Session:
         as_adapter = own or as_training is not None
         named = (config.sole_adapter or config.model.adapter) if as_adapter else config.model.name
         self._asks_for = asks_for or named
-        self.started = time.perf_counter()
+        self.started, self._busy_before = time.perf_counter(), busy_core_seconds()
         self.gateways: Gateways
         self.pool: SupervisedProcess | RayPool
         self.watch: Callable[[], None] = lambda: None  # may raise, to give up rollouts under way
@@ -235,6 +235,11 @@ class Session:
             return self.gateways.wait_ready(on_wait)
         except RuntimeError as error:
             raise RunError(str(error)) from error
+
+    def add_start(self, timer: PhaseTimer) -> None:
+        """Add the time since the session was made, as the phase ``start``."""
+        seconds = time.perf_counter() - self.started
+        timer.add_phase("start", seconds, busy_core_seconds() - self._busy_before)
 
     def publish(
         self, name: str, version: int, path: str, step: int, on_trouble: Callable[[str], None]

@@ -67,10 +67,11 @@ def values_of(metrics: Metrics, name: str) -> dict[int, float]:
 def run_charts(
     path: str, metrics: Metrics, intervals: Mapping[int, tuple[float, float]],
     spans: Sequence[Span], adapters: Sequence[str], shares: Mapping[str, float],
+    busy: Mapping[str, float],
 ) -> list[Chart]:  # fmt: skip
     """Return the charts of the run at ``path``, those without data left out.
 
-    ``shares`` are those of the time by phase, of all steps.
+    ``shares`` are those of the time by phase, of all steps, and ``busy`` those of the cores.
     """
     mean, std = values_of(metrics, REWARD), values_of(metrics, _STD)
     spread = {
@@ -87,9 +88,11 @@ def run_charts(
         *(_planned(key, metrics, adapters) for key in _PLANS),
     ]  # fmt: skip
     found = [one for one in charts if one["rows"]]
-    if shares:
-        title = "Share of time by phase"
-        found.append(bars("phases", title, {"share": shares}, unit="%", horizontal=True))
+    by_phase = ("phases", "Share of time", shares), ("cores", "Share of the cores busy", busy)
+    for key, title, values in by_phase:
+        if values:
+            series = {"share": values}
+            found.append(bars(key, f"{title} by phase", series, unit="%", horizontal=True))
     if spans:
         order = sorted(spans, key=lambda span: PHASES.index(span[0]))
         rows = [[lane, label, start, end - start] for lane, start, end, label in order]

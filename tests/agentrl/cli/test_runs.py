@@ -79,6 +79,7 @@ def test_show_has_the_books_evaluations_by_field_and_what_flipped(
     assert "adds up" in shown
     lines = [line.split() for line in shown.splitlines()]
     assert ["step", "4", "6", "1", "66.7%", "(30.0%", "to", "90.3%)"] in lines
+    assert ["cores", "busy", "start", "50%,", "rollouts", "90%"] in lines
     assert "level = easy" in shown
     assert "step 0 to 4: +33.3 points on 6 tasks, 3 gained, 1 lost; p = 0.62" in shown
 

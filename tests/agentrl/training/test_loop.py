@@ -62,6 +62,9 @@ def test_a_run_leaves_everything_it_promised(trained: Run) -> None:
     summary = json.loads(trained.folder.summary.read_text())
     assert summary["calls"]["adds_up"]
     assert (summary["best"], summary["ended_by"]) == ([0, 1.0], None)
+    phases = {"start", "rollouts", "update", "checkpoint", "publish", "evaluation"}
+    assert summary["cores_busy"].keys() == summary["seconds"].keys() == phases
+    assert 0 < summary["cores_busy"]["start"] <= 1
     assert (trained.folder.best_adapter / "adapter_config.json").is_file()
     sampled = sum(len(call.prompt_ids) + len(call.response_ids) for call in trained.calls())
     assert summary["spent"]["tokens"] == sampled

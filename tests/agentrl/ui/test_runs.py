@@ -44,6 +44,7 @@ def test_overview_has_the_figures_of_the_run(client: TestClient, recorded: Recor
     assert all(low < mean < high for _, mean, low, high in charts["reward"]["rows"])
     assert all(0 <= low <= rate <= high <= 1 for _, rate, low, high in charts["held-out"]["rows"])
     assert {"length", "entropy", "clip", "learning-rate", "speed", "phases"} <= charts.keys()
+    assert charts["cores"]["rows"] == [["start", 0.5], ["rollouts", 0.9]]
     lanes = list(dict.fromkeys(row[0] for row in charts["timeline"]["rows"]))
     assert lanes == ["rollouts", "update", "checkpoint", "publish", "evaluation"]
     assert min(row[2] for row in charts["timeline"]["rows"]) == 0

@@ -20,6 +20,7 @@ from agentrl.history.overview import (
 from agentrl.history.sources import OpenRun
 from agentrl.runs.circumstances import circumstances, why_failed
 from agentrl.runs.recorded import shown
+from agentrl.runs.summary import shares_of_cores
 from agentrl.ui.run_charts import PHASES, books, metric_names, run_charts, thinned_metrics
 from agentrl.ui.views import Form, page, run_of, sources
 
@@ -73,6 +74,7 @@ def overview(run: OpenRun) -> dict[str, Any]:
             phase_spans(run),
             adapters,
             share_by_phase(run, PHASES),
+            shares_of_cores(run.folder),
         ),
         "books": books(run.path, kept) if kept.proxied or kept.recorded else None,
         "kept": kept,
