@@ -115,6 +115,11 @@ class RewardFunction:
         return getattr(self.call, "compares_group", False)
 
     @property
+    def takes_cores(self) -> bool:
+        """It computes on the CPU, so it is called while the trainer waits for its rewards."""
+        return getattr(self.call, "takes_cores", False)
+
+    @property
     def keys(self) -> str:
         """What the ``Reward.key`` of its rewards begins with."""
         return f"{SCORED}{self.name}:"

@@ -59,6 +59,13 @@ class RewardModel:
         self._lock = threading.Lock()
         self._context: ScoringContext | None = None
 
+    @property
+    def takes_cores(self) -> bool:
+        """Whether its weights are on the CPU."""
+        from agentrl_trainer.models.devices import default_device
+
+        return default_device().type == "cpu"
+
     def connect(self, context: ScoringContext) -> None:
         self._context = context
 

@@ -3,6 +3,9 @@
 Each call of a function has a thread of its own; async functions run on one event loop of the
 process. All rewards of a group are stored in one transaction. What a function does not say, because
 it raised or returned no finite number, is stored as a reward that does not train; the run goes on.
+
+A function that computes on the CPU (``takes_cores``) waits for ``finish``: before that the sampler
+and the trainer use the cores.
 """
 
 from __future__ import annotations
@@ -53,6 +56,7 @@ class Scorer:
         self._jobs = ThreadPoolExecutor(thread_name_prefix="rewards")
         self._calls = asyncio.Semaphore(_AT_ONCE)
         self._groups = asyncio.Semaphore(_GROUPS_AT_ONCE)
+        self._awaited = asyncio.Event()  # while the trainer waits
         for function in functions:
             if connect := getattr(function.call, "connect", None):
                 connect(context)
@@ -71,10 +75,15 @@ class Scorer:
         found = [group for group in groups if group] if self._functions else []
         for group in found:
             self.begin(group)
-        for at, group in enumerate(found):
-            on_progress(at, len(found))
-            self._wait(self._under_way[group[0]])
-            del self._under_way[group[0]]
+        soon = _event_loop().call_soon_threadsafe
+        soon(self._awaited.set)
+        try:
+            for at, group in enumerate(found):
+                on_progress(at, len(found))
+                self._wait(self._under_way[group[0]])
+                del self._under_way[group[0]]
+        finally:
+            soon(self._awaited.clear)
         self._tell()
 
     def score(self, rollouts: Sequence[Rollout], on_progress: OnProgress) -> None:
@@ -132,6 +141,8 @@ class Scorer:
         if all(earlier) and not self._again:
             return [*chain.from_iterable(earlier)]
         given = list(traces) if function.compares_group else traces[0]
+        if function.takes_cores:
+            await self._awaited.wait()
         try:
             async with self._calls:
                 result, error = await asyncio.wrap_future(_on_thread(function.call, given))

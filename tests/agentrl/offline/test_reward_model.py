@@ -20,7 +20,7 @@ from agentrl.config.commands import ServeConfig
 from agentrl.config.errors import ConfigError
 from agentrl.console.output import console
 from agentrl.runs.folder import RunFolder, adapter_folders
-from agentrl.scoring.functions import ScoringContext
+from agentrl.scoring.functions import RewardFunction, ScoringContext
 from agentrl.scoring.reward_model import RewardModel
 from agentrl_trainer.models.sources import resolve_model
 
@@ -77,6 +77,8 @@ def test_it_scores_conversations_and_rollouts(model: RewardModel) -> None:
     scores = score(model, said)
     assert all(good > bad for good, bad in zip(scores[0::2], scores[1::2], strict=True))
     assert score(model, said[3:4]) == pytest.approx(scores[3:4], abs=1e-5)
+    on_cpu = model._loaded[0].base.device.type == "cpu"
+    assert RewardFunction("helpful", model).takes_cores is on_cpu
     noted: list[str] = []
     store: Any = None
     model.connect(ScoringContext(store, "run", Path(), noted.append))

@@ -261,6 +261,40 @@ def test_slow_functions_run_at_the_same_time(score: Score) -> None:
     assert score(slow).rewards == [{"slow": 1}] * 4
 
 
+def test_what_computes_here_waits_until_the_trainer_does(
+    store: Store, rollouts: list[Rollout], tmp_path: Path
+) -> None:
+    """Until then the sampler computes, or the trainer."""
+    called: list[str] = []
+    others = threading.Event()
+
+    class Model:
+        compares_group = takes_cores = True
+
+        def __call__(self, traces: list[Trace]) -> list[float]:
+            called.append("model")
+            return [1.0] * len(traces)
+
+    def judge(trace: Trace) -> float:
+        called.append("judge")
+        others.set()
+        return 0.5
+
+    functions = [RewardFunction("model", Model()), RewardFunction("judge", judge)]
+    context = ScoringContext(store, rollouts[0].run_id, tmp_path, print)
+    scorer = Scorer(functions, context)
+    for at in range(2):
+        group = [one.id for one in rollouts[2 * at :][:2]]
+        scorer.begin(group)
+        assert others.wait(60)
+        assert called.count("model") == at
+        scorer.finish([group], lambda done, of: None)
+        assert called.count("model") == at + 1
+        others.clear()
+    scorer.close()
+    assert Scored(store, rollouts, []).rewards == [{"model": 1.0, "judge": 0.5}] * 4
+
+
 def test_a_function_is_told_where_it_is_before_it_scores(
     store: Store, rollouts: list[Rollout], score: Score
 ) -> None:
