@@ -10,11 +10,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import psutil
+from rich.filesize import decimal
 
-from agentrl.config.settings.agent import AgentSettings
-from agentrl.config.settings.rollouts import RunnerSettings
+from agentrl.config.commands import EvalConfig, TrainConfig
 from agentrl.runner.agent_spec import parse_agent
+from agentrl_trainer.models.host_memory import ADAM_BYTES, free_on_host, model_size
 from agentrl_trainer.names import TINY_MODEL
 
 _WORTH_THREADS = 20_000_000
@@ -56,16 +56,18 @@ def sampler_threads(cores: int, parameters: int, *, alone: bool) -> int:
     return max(1, cores - cores // 4 if alone else cores // 2)
 
 
-_MANY_RUNNERS = 32
+_OF_A_CORE, _MANY_RUNNERS = 16, 64
+"""Runners: more would wait for a core, and a step of sampling for more than 64 answers takes longer
+in proportion."""
 _RUNNER_BYTES = 200_000_000
 """What an agent's process takes: 30 MB beside what it shares with its fork server, 100 to 200 with
 a framework."""
+_PROMPT_TOKENS = 1024
+"""Of a rollout whose length is not known yet."""
 
 
-def choose_runners(
-    model: str, agent: AgentSettings, how: RunnerSettings, rollouts: int
-) -> str | None:
-    """Raise the default number of runners where more cost little; return why, None if it stays.
+def choose_runners(config: TrainConfig | EvalConfig, rollouts: int) -> str | None:
+    """Set the number of runners where the settings do not; return it with the reason, in one line.
 
     A step of sampling reads all weights, for one answer as for many. So answers are quicker
     together, as long as their agents' processes are cheap: forks, not commands or interpreters.
@@ -73,16 +75,49 @@ def choose_runners(
     Args:
         rollouts: of a step, or of an evaluation; there is no use for more runners.
     """
-    cheap = parse_agent(agent.entrypoint).kind != "command" and not agent.python
-    given = "runners" in how.model_fields_set or how.runners_on == "ray"
-    if given or model == TINY_MODEL or agent.sandbox or not cheap:
+    how, agent = config.rollouts, config.agent
+    if "runners" in how.model_fields_set:
         return None
-    room = psutil.virtual_memory().available // 2 // _RUNNER_BYTES
-    runners = min(_MANY_RUNNERS, rollouts, room)
-    if runners <= how.runners:
-        return None
-    how.runners = runners
-    return (
-        f"{runners} runners: many answers are sampled at once for little more than the price of "
-        "one, and this agent's processes are cheap (rollouts.runners)"
-    )
+    if how.runners_on == "ray":
+        why = "the default on Ray"
+    elif agent.sandbox or agent.python or parse_agent(agent.entrypoint).kind == "command":
+        why = "the default where each agent is a program of its own"
+    elif config.model.name == TINY_MODEL:
+        why = f"the default for {TINY_MODEL}, which answers sooner than more agents ask"
+    else:
+        cores = config.model.cores or available_cores()
+        room, said = _room_for_agents(config)
+        limits = {
+            f"{_OF_A_CORE} for each of {cores} cores": _OF_A_CORE * cores,
+            "with more, each answer takes longer": _MANY_RUNNERS,
+            f"a step or an evaluation has {rollouts} rollouts": max(rollouts, how.runners),
+            f"memory holds no more: {said}": max(room, 1),
+        }
+        why = min(limits, key=limits.__getitem__)
+        how.runners = limits[why]
+        why += f"; memory holds {room}" if room > how.runners else ""
+    return f"{how.runners} runners (rollouts.runners): {why}"
+
+
+def _room_for_agents(config: TrainConfig | EvalConfig) -> tuple[int, str]:
+    """Return how many agents have room in half of the memory that the models leave, and why.
+
+    The other half is for activations, the sampler's merged weights and what cannot be foreseen.
+    """
+    free, of_agent, model = free_on_host(), _RUNNER_BYTES, config.model
+    known = model_size(model.name) if _on_host(model.device) else None
+    if known is not None:
+        if isinstance(config, TrainConfig) and config.run.backend == "local":
+            parameters = config.learning.rank * known.widths * len(config.trained)
+            free -= known.weights + ADAM_BYTES * parameters
+        if config.sampler.kind == "embedded":
+            free -= known.weights * config.gateway_count
+            of_agent += known.of_token * (_PROMPT_TOKENS + config.sampler.max_tokens)
+    left = max(free, 0)
+    said = f"{decimal(of_agent)} each in half of the {decimal(left)} that the model leaves"
+    return left // 2 // of_agent, said
+
+
+def _on_host(device: str) -> bool:
+    """Whether a model on this device takes the machine's memory; a Mac's GPU does."""
+    return device in ("cpu", "mps") or (device == "auto" and not Path("/dev/nvidia0").exists())

@@ -5,24 +5,25 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
-import psutil
 import pytest
 import torch
 
+from agentrl import capacity
 from agentrl.capacity import available_cores, choose_runners, sampler_threads, trainer_threads
 from agentrl.config.checks import correction_mode
-from agentrl.config.commands import TrainConfig
-from agentrl.config.settings.agent import AgentSettings, TrainAgentSettings
+from agentrl.config.commands import EvalConfig, TrainConfig
+from agentrl.config.settings.agent import TrainAgentSettings
 from agentrl.config.settings.gateway import GatewaySettings
 from agentrl.config.settings.models import ModelSettings
-from agentrl.config.settings.rollouts import RolloutSettings, RunnerSettings
+from agentrl.config.settings.rollouts import RolloutSettings
 from agentrl.config.settings.sampler import SamplerSettings, TrainSamplerSettings
 from agentrl.gateway.process import GatewayPlan, make_sampler
 from agentrl.samplers.embedded import EmbeddedSampler
 from agentrl.training.setup.clients import create_clients
+from agentrl_trainer.models.host_memory import ModelSize
+from agentrl_trainer.tiny import MODEL_DIR
 
 SMALL, LARGE = 850_000, 135_000_000
 
@@ -68,42 +69,81 @@ def test_a_small_model_has_one_thread() -> None:
 
 
 FORKED, COMMAND = {"entrypoint": "examples/hello/agent.py:agent"}, {"entrypoint": "sh -c true"}
+OTHER = str(MODEL_DIR)
+ALONE = "the default where each agent is a program of its own"
 
 
 @pytest.mark.parametrize(
-    ("model", "agent", "how", "rollouts", "runners"),
+    ("model", "agent", "how", "rollouts", "runners", "why"),
     [
-        ("smollm2-135m", FORKED, {}, 64, 32),
-        ("smollm2-135m", FORKED, {}, 12, 12),
-        ("smollm2-135m", FORKED, {}, 4, 8),
-        ("smollm2-135m", FORKED, {"runners": 8}, 64, 8),
-        ("smollm2-135m", FORKED | {"sandbox": True}, {}, 64, 8),
-        ("smollm2-135m", FORKED | {"python": "/usr/bin/python3"}, {}, 64, 8),
-        ("smollm2-135m", COMMAND, {}, 64, 8),
-        ("smollm2-135m", FORKED, {"runners": "ray:4"}, 64, 4),
-        ("agentrl-tiny", FORKED, {}, 64, 8),
+        (OTHER, FORKED, {}, 64, 32, "16 for each of 2 cores; memory holds 158"),
+        (OTHER, FORKED, {}, 12, 12, "a step or an evaluation has 12 rollouts; memory holds 158"),
+        (OTHER, FORKED, {}, 4, 8, "a step or an evaluation has 4 rollouts; memory holds 158"),
+        (OTHER, FORKED, {"runners": 8}, 64, 8, None),
+        (OTHER, FORKED | {"sandbox": True}, {}, 64, 8, ALONE),
+        (OTHER, FORKED | {"python": "/usr/bin/python3"}, {}, 64, 8, ALONE),
+        (OTHER, COMMAND, {}, 64, 8, ALONE),
+        (OTHER, FORKED, {"runners": "ray:4"}, 64, 4, None),
+        (OTHER, FORKED, {"runners": "ray"}, 64, 8, "the default on Ray"),
+        ("agentrl-tiny", FORKED, {}, 64, 8, "the default for agentrl-tiny, which answers sooner"),
     ],
 )
-def test_more_runners_by_default_where_they_cost_little(
+def test_runners_are_chosen_for_a_reason(
     model: str,
     agent: dict[str, Any],
     how: dict[str, Any],
     rollouts: int,
     runners: int,
+    why: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=64 * 10**9))
-    settings = RunnerSettings(**how)
-    why = choose_runners(model, AgentSettings(**agent), settings, rollouts)
-    assert settings.runners == runners
-    assert (why is not None) == (runners > 8)
+    monkeypatch.setattr(capacity, "free_on_host", lambda: 64 * 10**9)
+    config = TrainConfig(
+        agent=TrainAgentSettings(tasks=Path("none"), **agent),
+        model=ModelSettings(name=model, cores=2, device="cpu"), rollouts=RolloutSettings(**how),
+    )  # fmt: skip
+    said = choose_runners(config, rollouts)
+    assert config.rollouts.runners == runners
+    assert (said is None) == (why is None)
+    assert (said or "").startswith(f"{runners} runners (rollouts.runners): {why}" if why else "")
 
 
-def test_agents_get_half_of_the_memory_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=8 * 10**9))
-    settings = RunnerSettings()
-    choose_runners("smollm2-135m", AgentSettings(**FORKED), settings, 64)
-    assert settings.runners == 20
+LARGER = ModelSize(weights=2 * 10**9, widths=10**6, of_token=10**5)
+
+
+@pytest.mark.parametrize(
+    ("trains", "device", "cores", "free", "runners", "why"),
+    [
+        # Of 20 GB weights twice and 0.5 GB for adapter and optimizer; 0.3 GB for each agent.
+        (True, "cpu", 2, 20e9, 23, "328.0 MB each in half of the 15.5 GB that the model leaves"),
+        (False, "cpu", 2, 20e9, 27, "328.0 MB each in half of the 18.0 GB that the model leaves"),
+        (True, "cuda", 16, 20e9, 50, "200.0 MB each in half of the 20.0 GB that the model leaves"),
+        (True, "cpu", 2, 3e9, 1, "328.0 MB each in half of the 0 bytes that the model leaves"),
+        (True, "cuda", 16, 64e9, 64, "with more, each answer takes longer; memory holds 160"),
+    ],
+)
+def test_runners_are_as_many_as_memory_holds(
+    trains: bool,
+    device: str,
+    cores: int,
+    free: float,
+    runners: int,
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(capacity, "free_on_host", lambda: int(free))
+    monkeypatch.setattr(capacity, "model_size", lambda _: LARGER)
+    model = {"name": OTHER, "device": device, "cores": cores}
+    agent, tasks = {"entrypoint": "json:loads"}, {"tasks": "none"}
+    config = (
+        TrainConfig.model_validate({"model": model, "agent": agent | tasks})
+        if trains
+        else EvalConfig.model_validate({"model": model, "agent": agent, "evaluation": tasks})
+    )
+    said = choose_runners(config, 100)
+    assert said is not None
+    assert said.startswith(f"{runners} runners")
+    assert said.endswith(why)
 
 
 # ---- who uses them

@@ -15,6 +15,7 @@ from transformers import Qwen3MoeConfig
 from agentrl_trainer.inference.forward import choose_forward
 from agentrl_trainer.learner.learner import Learner
 from agentrl_trainer.memory import estimate_memory, fitting_token_budget
+from agentrl_trainer.models.host_memory import ADAM_BYTES, model_size
 from agentrl_trainer.models.loading import load_base
 
 CPU = torch.device("cpu")
@@ -67,6 +68,11 @@ def test_estimates(name: str, tmp_path: Path) -> None:
     assert estimate["adapter and optimizer"] == 16 * trained
     _, forward, _ = choose_forward(load_base(source, device="cpu"), llama_cpu=True)
     assert estimate["KV cache"] == forward.bytes_per_token
+    size = model_size(source)  # without loading it
+    assert size is not None
+    assert size.weights == estimate["weights"]
+    assert ADAM_BYTES * 8 * size.widths == estimate["adapter and optimizer"]
+    assert size.of_token == estimate["KV cache"]
     assert kept_by(learner, 400) == pytest.approx(activation(source), rel=0.2)
 
 

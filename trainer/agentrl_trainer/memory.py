@@ -14,13 +14,12 @@ from torch import nn
 from agentrl_trainer.inference.adapter_swap import MERGE_BELOW
 from agentrl_trainer.learner.learner import default_token_budget
 from agentrl_trainer.learner.logprobs import MAX_LOGITS
+from agentrl_trainer.models.host_memory import ADAM_BYTES
 from agentrl_trainer.models.lora import lora_config, model_without_weights
 from agentrl_trainer.models.lora_product import width_computed_again
 from agentrl_trainer.models.lora_targets import no_false_warnings, resolve_targets
 from agentrl_trainer.models.moe import expert_count
 
-_ADAM_BYTES = 16
-"""For each parameter of the adapter, in float32: itself, its gradient and two moments."""
 _NF4_BYTES = 0.53
 _LOGITS_BYTES = 12
 """For each of at most ``MAX_LOGITS``: itself in float32, and two that are computed from it."""
@@ -126,7 +125,7 @@ def estimate_memory(
     logits = min(tokens * config.vocab_size, MAX_LOGITS) * _LOGITS_BYTES
     found = {
         "weights": weights // (parts or 1),
-        "adapter and optimizer": adapter * _ADAM_BYTES,
+        "adapter and optimizer": adapter * ADAM_BYTES,
         f"activations of {tokens} tokens": activation * tokens + logits,
     }
     if cached:

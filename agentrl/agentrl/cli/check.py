@@ -44,7 +44,7 @@ def check_command(*tokens: Tokens) -> None:
     functions = load_functions(config.rewards)
     tasks = training_tasks(config)
     how, count = config.rollouts, min(config.check.tasks, len(tasks))
-    if why := choose_runners(config.model.name, config.agent, how, how.batch_size * how.group_size):
+    if why := choose_runners(config, how.batch_size * how.group_size):
         print_sentences(why, "dim")
     drawn = tasks_in_order(0, count, len(tasks), config.run.seed)
     tried = [tasks[0], *(tasks[at] for at in drawn)]

@@ -82,8 +82,7 @@ def eval_command(*tokens: Tokens) -> None:
         if not has_field(tasks, field):
             known = ", ".join(fields(tasks)) or "none that groups them"
             raise ConfigError(f"evaluation.by: no task has a field {field!r}; there is {known}")
-    planned = len(tasks) * how.samples
-    if why := choose_runners(config.model.name, config.agent, config.rollouts, planned):
+    if why := choose_runners(config, len(tasks) * how.samples):
         print_line((why, "dim"))
     if note := greedy_note(how.samples, how.temperature):
         print_sentences(f"note: {note}")

@@ -135,7 +135,7 @@ def _execute(
     how = config.rollouts
     end_in_order(partial(how_to_continue, folder))
     print_line((f"run folder {folder.root}", "dim"))
-    if why := choose_runners(config.model.name, config.agent, how, how.batch_size * how.group_size):
+    if why := choose_runners(config, how.batch_size * how.group_size):
         print_line((why, "dim"))
     print_line((f"loading {config.model.name}, the gateway and the runners", "dim"))
     with (

@@ -19,11 +19,11 @@ from agentrl_trainer.inference.kv_cache import default_budget
 from agentrl_trainer.models.devices import (
     choose_device,
     free_memory,
-    left_in_container,
     moved,
     return_freed_memory,
     return_large_tensors,
 )
+from agentrl_trainer.models.host_memory import left_in_container
 from agentrl_trainer.models.sources import ModelError
 
 GIB = 2**30

@@ -9,13 +9,12 @@ import contextlib
 import ctypes
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-import psutil
 import torch
 from torch import Tensor
 
+from agentrl_trainer.models.host_memory import free_on_host
 from agentrl_trainer.models.sources import ModelError
 
 P = ParamSpec("P")
@@ -59,21 +58,7 @@ def free_memory(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[0]
     if device.type == "mps":  # the machine's own memory; Metal recommends how much of it
         return max(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory(), 0)
-    free: int = psutil.virtual_memory().available
-    left = left_in_container()
-    return free if left is None else min(free, left)
-
-
-def left_in_container(folder: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Return what the control group of a container leaves, file cache that may go included."""
-    try:
-        limit, used = ((folder / f"memory.{one}").read_text().strip() for one in ("max", "current"))
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):
-        return None
-    if not limit.isdigit():
-        return None
-    return max(int(limit) - int(used) + int(stat.get("inactive_file", 0)), 0)
+    return free_on_host()
 
 
 def return_large_tensors(device: torch.device) -> None:

@@ -16,8 +16,9 @@ class RunnerSettings(Table):
     """The processes that run the agent."""
 
     runners: Annotated[int, Field(ge=1, le=1024)] = 8
-    """Worker processes that run the agent; ray:16 is 16 on Ray. By default up to 32 for a model
-    other than agentrl-tiny, where the agent is Python code that forks run."""
+    """Worker processes that run the agent; ray:16 is 16 on Ray. By default, for a model other than
+    agentrl-tiny and an agent that is Python code which forks run, up to 16 for each core, at most
+    64, as rollouts and memory allow: the first lines of a command say which, and why."""
     runners_on: Literal["here", "ray"] = "here"
     """Run them on this machine, or as actors of a Ray cluster."""
     concurrency: Count = 1
