@@ -36,6 +36,7 @@ def findings(
     rollouts: Sequence[Rollout],
     calls: Sequence[Call],
     rewards: Mapping[str, float | None],
+    agents: int = 0,
 ) -> tuple[dict[str, list[Finding]], Finding]:
     """Return the findings by line of the report, and the verdict.
 
@@ -43,6 +44,7 @@ def findings(
         steps: of the training.
         calls: of the rollouts, with their requests.
         rewards: by rollout; None: it has none.
+        agents: bytes that the runners had while they ran the rollouts; 0: not known.
     """
     source = config.tinker.tokenizer or config.model.name
     known = load_facts(source, **config.model.of_tokenizer)
@@ -81,7 +83,8 @@ def findings(
     rows, update = _rows(mine, adapter, length), None
     step = how.batch_size * how.group_size / count
     if rows and config.run.backend == "local":
-        found["memory"] = [*memory_findings(config, rows)]
+        at_once = min(how.runners * how.concurrency, count)
+        found["memory"] = [*memory_findings(config, rows, agents // at_once)]
         if found["memory"][0].stops:
             verdict = found["memory"][0]
         else:

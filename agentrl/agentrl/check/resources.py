@@ -29,8 +29,13 @@ _MEASURED = 4096
 """Most tokens of the update that is measured."""
 
 
-def memory_findings(config: TrainConfig, rows: Sequence[TrainingRow]) -> Iterator[Finding]:
-    """Say what trainer and sampler need of the model's device, and what to lower."""
+def memory_findings(
+    config: TrainConfig, rows: Sequence[TrainingRow], of_agent: int = 0
+) -> Iterator[Finding]:
+    """Say what trainer, sampler and agents need of the model's device, and what to lower.
+
+    ``of_agent``: bytes of a rollout's processes, which take none of a CUDA GPU.
+    """
     how, model, learning = config.rollouts, config.model, config.learning
     device = choose_device(model.device)
     budget = token_budget_of(model, learning)
@@ -52,6 +57,8 @@ def memory_findings(config: TrainConfig, rows: Sequence[TrainingRow]) -> Iterato
     if "sampler" in parts:  # a copy of the model in each
         gpus = torch.cuda.device_count() if model.device in ("auto", "cuda") else 0
         parts["sampler"] *= -(-config.gateway_count // max(1, gpus))
+    if of_agent and device.type != "cuda":
+        parts[f"{in_flight} agents"] = of_agent * in_flight
     yield compare(parts, free_memory(device), device.type)
     yield Finding(" + ".join(f"{decimal(size)} {name}" for name, size in parts.items()))
 
@@ -65,7 +72,7 @@ def compare(parts: Mapping[str, int], free: int, device: str) -> Finding:
     helps = "choose a smaller model, model.dtype bfloat16, load_in_4bit or learning.shard_base"
     if "activations" in largest:
         helps = "lower learning.micro_batch_tokens, or set learning.gradient_checkpointing"
-    elif "KV" in largest:
+    elif "KV" in largest or "agents" in largest:
         helps = "lower --runners"
     return Finding(f"{said}: does not fit", helps, stops=True)
 

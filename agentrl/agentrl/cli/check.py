@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from rich.text import Text
 
 from agentrl.capacity import choose_runners
+from agentrl.check.agents_memory import AgentsMemory
 from agentrl.cli import Tokens
 from agentrl.cli.fixed_model import fixed_model
 from agentrl.cli.tasks import training_tasks
@@ -21,6 +22,7 @@ from agentrl.console.trace_tree import rollout_trace
 from agentrl.findings import WHERE_THE_MODEL_IS, Finding
 from agentrl.runner.agent_spec import validate_agent
 from agentrl.scoring.functions import load_functions
+from agentrl.supervisor import SupervisedProcess
 from agentrl.training.evaluation import plan_evaluation
 from agentrl.training.metrics import count_failures
 from agentrl.training.queue.curriculum import tasks_in_order
@@ -54,7 +56,9 @@ def check_command(*tokens: Tokens) -> None:
         print_block(rollout_trace(store, first))
         works = first.state is RolloutState.SUCCEEDED
         planned = _planned(config, made.task_ids[1:], config.check.samples)
-        rollouts = made.execute(planned) if works else [first]
+        pool = made.session.pool
+        with AgentsMemory(pool.pid if isinstance(pool, SupervisedProcess) else None) as held:
+            rollouts = made.execute(planned) if works else [first]
     ids = [rollout.id for rollout in rollouts]
     rewards, calls = rollout_rewards(rollouts, store.rewards(ids)), store.calls(rollout_ids=ids)
     store.close()
@@ -62,7 +66,8 @@ def check_command(*tokens: Tokens) -> None:
         with console.status("measuring an update"):
             from agentrl.check.report import findings
 
-            found, verdict = findings(config, steps_of(config, tasks), rollouts, calls, rewards)
+            steps = steps_of(config, tasks)
+            found, verdict = findings(config, steps, rollouts, calls, rewards, held.peak)
     else:
         [why] = count_failures(rollouts)
         silent = not calls and not _NOT_LOADED.search(why)  # else it was not even imported

@@ -52,7 +52,7 @@ def records() -> tuple[list[Rollout], list[Call]]:
 def said(rewards: list[float | None], *records: Any, **changes: Any) -> dict[str, list[str]]:
     rollouts, calls = records
     earned = {one.id: reward for one, reward in zip(rollouts, rewards, strict=True)}
-    found, verdict = findings(config(**changes), 10, rollouts, calls, earned)
+    found, verdict = findings(config(**changes), 10, rollouts, calls, earned, 3 * 10**8)
     return {name: [*map(str, some)] for name, some in {**found, "verdict": [verdict]}.items()}
 
 
@@ -76,7 +76,8 @@ def test_every_line() -> None:
     assert found["success"][0].endswith(", pass@2 50%")
     assert found["success"][1].startswith("1 of 4 rollouts have no reward: return a number")
     assert found["memory"][0].endswith(" free on cpu: fits")
-    assert found["memory"][1].endswith("KV cache of 54 tokens")  # 3 runners, 18 tokens each
+    # 3 runners, with 18 tokens and 100 MB each.
+    assert found["memory"][1].endswith("KV cache of 54 tokens + 300.0 MB 3 agents")
     # 4 rollouts took 2 s, one after the other: 64 take 32 s.
     assert "(rollouts 32.0 s, update " in found["time"][0]
     [verdict] = found["verdict"]
@@ -138,6 +139,7 @@ def test_a_training_that_does_not_fit_is_stopped(monkeypatch: pytest.MonkeyPatch
         ({"weights": 10**9, "activations of 4096 tokens": 3 * 10**9}, 2 * 10**9,
          "learning.micro_batch_tokens"),
         ({"weights": 10**9, "KV cache": 3 * 10**9}, 2 * 10**9, "--runners"),
+        ({"weights": 10**9, "8 agents": 3 * 10**9}, 2 * 10**9, "--runners"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_told_what_to_lower(
