@@ -109,6 +109,8 @@ def refused_by_sampler(code: str, message: str) -> ApiError:
             return ApiError(404, message, param="model", code="model_not_found")
         case "deferred":
             return unavailable(message, "adapter_deferred")
+        case "files_not_found":
+            return unavailable(message, "adapter_files_not_found")
         case _:
             return unavailable(message, "sampler_unavailable")
 

@@ -75,8 +75,11 @@ class GrammarError(ValueError):
     """The sampler cannot enforce this grammar. It never samples without it."""
 
 
-RefusalCode: TypeAlias = Literal["invalid_parameter", "unknown_adapter", "stopped", "deferred"]
-"""``deferred``: of an adapter, which the sampler loads when its server is back."""
+RefusalCode: TypeAlias = Literal[
+    "invalid_parameter", "unknown_adapter", "stopped", "deferred", "files_not_found"
+]
+"""``deferred``: of an adapter, which the sampler loads when its server is back;
+``files_not_found``: of an adapter, whose files the sampler's server does not see yet."""
 
 
 class RefusedError(ValueError):

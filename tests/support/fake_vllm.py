@@ -7,6 +7,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 CHOICE = {
@@ -31,6 +32,7 @@ class Server(ThreadingHTTPServer):
         self.silent = False  # about health: connected, and no answer
         self.lists = True
         self.refusal: tuple[int, str] | None = None  # of loads
+        self.wants_files = False  # of adapters, where it sees them
         self.looks = self.loads = 0
         self.updating: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by LoRA
         self.under_way = threading.Semaphore(0)  # an answer more
@@ -72,8 +74,11 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(200, {})
         elif self.path == "/v1/load_lora_adapter":
             server.loads += 1
-            if server.refusal is not None:
-                status, message = server.refusal
+            refusal = server.refusal
+            if server.wants_files and not Path(body["lora_path"]).is_dir():
+                refusal = 404, "Loading lora policy failed: No adapter found for <path>"
+            if refusal is not None:
+                status, message = refusal
                 self._answer(status, {"error": {"message": message}})
                 return
             hook, server.while_loading = server.while_loading, lambda: None

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import httpx
 
@@ -36,8 +36,8 @@ class Trouble(NamedTuple):
     """Why a gateway has not loaded an adapter."""
 
     why: str
-    refuses: bool = False
-    """Another try would not help."""
+    refusal: Literal["", "unfit", "files_not_found"] = ""
+    """The sampler does not take the adapter as it is, or does not see its files."""
     deferred: bool = False
     """It has no sampler now, and loads the adapter when it has one again."""
 
@@ -159,8 +159,10 @@ class GatewayHandle(SupervisedProcess):
         if answer.is_success:
             return None
         error = _error_of(answer)
-        deferred = error.get("code") == "adapter_deferred"
-        return Trouble(error["message"], answer.is_client_error, deferred)
+        code, why = error.get("code"), error["message"]
+        if code == "adapter_files_not_found":
+            return Trouble(why, "files_not_found")
+        return Trouble(why, "unfit" if answer.is_client_error else "", code == "adapter_deferred")
 
     def drop_prefixes(self) -> None:
         """Free memory of the sampler that no call needs until the next version; best effort."""

@@ -24,6 +24,7 @@ from agentrl.runner.protocol import RunnerConfig
 from agentrl.runs.circumstances import note_failure
 from agentrl.runs.folder import RunFolder
 from agentrl.runs.recorded import register
+from agentrl.samplers.vllm.adapters import FILES_S
 from agentrl.samplers.vllm.server import planned_servers
 from agentrl.scoring.functions import RewardFunction, ScoringContext
 from agentrl.scoring.scorer import Scorer
@@ -49,7 +50,8 @@ _LONGEST_POLL_S = 1.0  # while an adapter is being published
 _MAINTAIN_S = 0.5  # between looks for expired leases
 _BEAT_S = 10.0
 _FAREWELL_S = 1.0  # for a store that is away, to note that the run has ended
-_REFUSED_S = 3.0  # before a refusal counts: a dying vLLM refuses too, and a shared folder may lag
+_REFUSED_S = {"unfit": 3.0, "files_not_found": FILES_S}
+"""Seconds before a refusal counts: a dying vLLM refuses too, and a shared folder may lag."""
 _HOPELESS_RESTARTS = 5  # restarts in a row without anything getting done
 
 
@@ -256,15 +258,15 @@ class Session:
         """
         self.store.publish_adapter(self.run_id, name, version, path, step)
         what, restarts = f"adapter {name}@{version}", self._restarts()
-        waiting, refused_since, pause = Waiting(on_trouble), None, _POLL_S
+        waiting, refused, pause = Waiting(on_trouble), ("", 0.0), _POLL_S
         while trouble := self.gateways.try_load_adapter(name, version, path):
-            now, why = time.monotonic(), trouble.why
+            now, why, refusal = time.monotonic(), trouble.why, trouble.refusal
             if trouble.deferred:
                 on_trouble(f"{what} is published; a gateway without a sampler follows: {why}")
                 return
-            refused_since = (refused_since or now) if trouble.refuses else None
-            refused = refused_since is not None and now - refused_since >= _REFUSED_S
-            if refused or self._keep_dying(restarts):
+            refused = refused if refused[0] == refusal else (refusal, now)
+            hopeless = refusal and now - refused[1] >= _REFUSED_S[refusal]
+            if hopeless or self._keep_dying(restarts):
                 raise RunError(f"{what} cannot be published: {why}")
             waiting.still(lambda why=why: f"{what} is not published yet: {why}")
             self.maintain()

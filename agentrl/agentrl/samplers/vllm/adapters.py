@@ -29,6 +29,9 @@ _KEPT = 3
 """Replaced loads of an adapter that stay: publications that a request may outlast."""
 _LOAD_S = 25.0
 """Time limit of a load, less than what the publishing run waits."""
+FILES_S = 90.0
+"""How long an adapter's files may stay out of the server's sight: the attribute caches of network
+file systems last up to 60 s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +70,8 @@ class VllmAdapters:
         """Load a version beside the one that answers now, then make it the current one.
 
         Raises:
-            RefusedError: the server does not take it (``invalid_parameter``), or is lost
-                (``stopped``).
+            RefusedError: the server does not take it (``invalid_parameter``), does not see its
+                files (``files_not_found``), or is lost (``stopped``).
         """
         try:
             load = self._loaded(name, version, path)

@@ -44,6 +44,10 @@ _LOAD_ADVICE = (
     "the server needs --enable-lora, --max-lora-rank no less than the adapter's rank, and must see "
     "the run's folder under this very path"
 )
+_NOT_FOUND = ("No adapter found", "doesn't contain tensors", "incomplete metadata")
+_UNFIT = ("max_lora_rank", "target modules", "not supported")
+"""What vLLM says of an adapter's files: they are not there, or never fit. Its status is often 500,
+as where its engine is in trouble."""
 
 
 Score = tuple[float, list[tuple[int, float]] | None]
@@ -311,13 +315,18 @@ def require_loaded(answer: httpx.Response, path: str) -> None:
     """
     Raises:
         RefusedError: the server does not take the adapter. ``invalid_parameter`` if a retry would
-            not help; vLLM answers 400 while its engine is dying, too.
+            not help; vLLM answers 400 while its engine is dying, too. ``files_not_found`` if it
+            does not see the files.
     """
     status = answer.status_code
     if status == 200:
         return
-    text = f"vLLM did not load {path} ({status}): {_message(answer)[:400]}"
-    if status // 100 != 4 or status in (408, 429):
+    said = _message(answer)[:400]
+    text = f"vLLM did not load {path} ({status}): {said}"
+    if any(phrase in said for phrase in _NOT_FOUND):
+        raise RefusedError("files_not_found", f"{text}; {_LOAD_ADVICE}")
+    unfit = any(phrase in said for phrase in _UNFIT)
+    if not unfit and (status // 100 != 4 or status in (408, 429)):
         raise RefusedError("stopped", text)
     raise RefusedError("invalid_parameter", f"{text}; {_LOAD_ADVICE}")
 

@@ -27,7 +27,7 @@ from zlib import crc32
 import httpx
 
 from agentrl.samplers.vllm import api
-from agentrl.samplers.vllm.adapters import VllmAdapters
+from agentrl.samplers.vllm.adapters import FILES_S, VllmAdapters
 from agentrl.samplers.vllm.api import VllmClient, VllmError
 from agentrl.samplers.vllm.recovery import REQUEST_S, VllmWatch
 from agentrl.timing import Waiting
@@ -138,7 +138,23 @@ class VllmSampler:
         return {name: load.version for name, load in self._adapters.current.items()}
 
     def load_now(self, name: str, version: int, path: str) -> None:
-        """Run ``load_adapter`` in this thread, without waiting for a server that is lost."""
+        """Load a version in this thread; wait while the server does not see its files yet.
+
+        Raises:
+            RefusedError: the server refuses it, or is lost, or has not seen its files in time.
+        """
+        waiting = Waiting(log.warning)
+        while True:
+            try:
+                return self._load(name, version, path)
+            except RefusedError as error:
+                if error.code != "files_not_found" or waiting.seconds >= FILES_S:
+                    raise
+                waiting.still(lambda said=str(error): f"{said}; waiting up to {FILES_S:g} s")
+                if self._watch.stopping.wait(_POLL_S):
+                    raise
+
+    def _load(self, name: str, version: int, path: str) -> None:
         self._set_asleep(False)
         self._adapters.load(name, version, path)
 
@@ -146,7 +162,7 @@ class VllmSampler:
         if not self.healthy:
             self._adapters.expect(name, version, path)
             raise RefusedError("deferred", str(self._client.unavailable()))
-        await asyncio.to_thread(self.load_now, name, version, path)
+        await asyncio.to_thread(self._load, name, version, path)
 
     async def drop_prefixes(self) -> None:
         if self._sleeps and self.healthy:

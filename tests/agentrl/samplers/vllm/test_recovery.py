@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,13 @@ from agentrl.gateway.handle import GatewayHandle
 from agentrl.gateway.process import GatewayPlan
 from agentrl.runs.folder import RunFolder
 from agentrl.samplers.vllm import adapters, api, recovery
+from agentrl.samplers.vllm import sampler as vllm_sampler
 from agentrl.samplers.vllm.api import VllmError
 from agentrl.samplers.vllm.sampler import VllmSampler
 from agentrl.training import session
 from agentrl_proxy.sampler import DecodingParams, RefusedError
 
-RANK = "LoRA rank 32 is greater than max_lora_rank 16."
+RANK = "Worker failed with error 'LoRA rank 32 is greater than max_lora_rank 16.'"
 
 
 @pytest.fixture
@@ -182,6 +184,30 @@ def test_a_load_that_took_too_long_is_unloaded(
     until(lambda: list(server.loras.values()) == ["/again"])
 
 
+def test_a_gateway_that_starts_waits_for_files_that_the_server_does_not_see_yet(
+    server: Server, sampler: VllmSampler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network file system shows them late; what never fits is refused at once."""
+    server.wants_files = True
+    late = tmp_path / "late"
+    with ThreadPoolExecutor() as threads:
+        loading = threads.submit(sampler.load_now, "policy", 1, str(late))
+        until(lambda: loading.done() or server.loads >= 2)
+        late.mkdir()
+        loading.result(10)
+    assert list(server.loras.values()) == [str(late)]
+
+    monkeypatch.setattr(vllm_sampler, "FILES_S", 0.1)
+    with pytest.raises(RefusedError, match=r"No adapter found.*under this very path") as refused:
+        sampler.load_now("policy", 2, str(tmp_path / "never"))
+    assert refused.value.code == "files_not_found"
+
+    server.refusal, loads = (500, RANK), server.loads
+    with pytest.raises(RefusedError, match="max_lora_rank") as refused:
+        sampler.load_now("policy", 2, str(late))
+    assert (refused.value.code, server.loads) == ("invalid_parameter", loads + 1)
+
+
 def test_a_server_that_does_not_list_what_it_loads_is_asked_once_a_round(
     server: Server, sampler: VllmSampler
 ) -> None:
@@ -218,18 +244,21 @@ def session_with(folder: Path, url: str, **settings: Any) -> session.Session:
 def test_a_publication_that_is_refused_for_good_ends_the_run(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_fork: None
 ) -> None:
-    """While the server is in trouble it waits, and says so; what it refuses is an error."""
+    """In trouble, or where files are not seen yet, it waits and says so; a refusal is an error."""
     monkeypatch.setattr(timing, "FIRST_NOTICE_S", 1.0)
-    monkeypatch.setattr(session, "_REFUSED_S", 0.5)
+    monkeypatch.setitem(session._REFUSED_S, "unfit", 0.5)
     told: list[str] = []
 
     def on_trouble(message: str) -> None:
         told.append(message)
-        server.refusal = (400, RANK)
+        server.refusal = (500, RANK)
 
-    server.refusal = (500, "out of memory")
     with session_with(tmp_path, server.url) as running:
         running.wait_ready(print)
+        server.wants_files, late = True, tmp_path / "late"
+        running.publish("policy", 0, str(late), 0, lambda _: late.mkdir())
+        assert [*server.loras.values()] == [str(late)]
+        server.wants_files, server.refusal, server.loads = False, (500, "out of memory"), 0
         with pytest.raises(session.RunError) as refused:
             running.publish("policy", 1, "/adapters/1", 1, on_trouble)
     assert len(told) == 1
