@@ -21,7 +21,7 @@ import tinker
 from tinker import types
 
 from agentrl.console.output import print_line, stderr
-from agentrl_trainer.client.tinker.probe import other_sum
+from agentrl_trainer.client.tinker.probe import QUESTIONS, Question, asked
 from agentrl_trainer.client.tinker.service import TinkerServiceClient
 
 _PROMPT, _ANSWER = [11, 12, 13, 14], [21, 31, 32, 33, 34]
@@ -174,11 +174,13 @@ def _learns(server: Server) -> str:
     return require_moved(sum(logprobs(client)) - before, "the answer's log-prob")
 
 
-@check("sums the loss over tokens", needed=True)
-def _sums(server: Server) -> str:
-    if wrong := other_sum(server.ours.probe(server.model, server.rank)):
-        raise Differs(wrong)
-    return "a row's length does not weaken its tokens"
+for _question in QUESTIONS:
+
+    @check(_question.name, needed=True)
+    def _objective(server: Server, question: Question = _question) -> str:
+        if wrong := asked(server.ours.probe(server.model, server.rank), question):
+            raise Differs(wrong)
+        return "one step shows it"
 
 
 @check("gradients of two calls add up", needed=True)
