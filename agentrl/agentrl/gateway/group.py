@@ -65,16 +65,20 @@ class Gateways:
             server.start()
 
     def wait_ready(self, on_wait: Callable[[str], object]) -> dict[str, Any]:
-        """Wait until all are up, and return the health of the first.
+        """Wait until all are up, and return the health of the first that samples.
+
+        One whose vLLM server did not come up in time takes it later, as long as another has one.
 
         Raises:
-            RuntimeError: one cannot start, keeps dying or takes too long; quotes the end of its
-                log.
+            RuntimeError: one cannot start, keeps dying or takes too long, quotes the end of its
+                log; or no vLLM server came up.
         """
         for server in self._servers:
             server.wait(on_wait)
-        first, *_ = [handle.wait_ready(on_wait) for handle in self._handles]
-        return first
+        healths = [handle.wait_ready(on_wait) for handle in self._handles]
+        if not any(healths):
+            raise RuntimeError("sampler.vllm.url: none of these servers came up")
+        return next(filter(None, healths))
 
     def healths(self) -> list[dict[str, Any] | None]:
         """Return each one's answer of /healthz; None for one that is not up."""

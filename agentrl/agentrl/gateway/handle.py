@@ -109,8 +109,15 @@ class GatewayHandle(SupervisedProcess):
             return self._client.get("/healthz", timeout=2.0).raise_for_status().json()
         return None
 
+    def _lacks_sampler(self) -> bool:
+        """Whether the gateway is up and its sampler is not."""
+        with contextlib.suppress(httpx.HTTPError):
+            return self._client.get("/healthz", timeout=2.0).status_code == 503
+        return False
+
     def wait_ready(self, on_wait: Callable[[str], object]) -> dict[str, Any]:
-        """Wait until the process is up, and return its health.
+        """Wait until the process is up, and return its health; {} where it has no sampler yet, and
+        others of its run may have one.
 
         Args:
             on_wait: receives, now and then, what is starting.
@@ -121,6 +128,13 @@ class GatewayHandle(SupervisedProcess):
         waiting = Waiting(on_wait)
         limit = _READY_TIMEOUT_S + (self._plan.vllm_wait or 0)
         while (health := self.health()) is None:
+            if self._plan.may_lack_vllm and self._lacks_sampler():
+                on_wait(
+                    f"no vLLM server is ready at {self._plan.vllm_url} after "
+                    f"{self._plan.vllm_wait:g} s (sampler.vllm.wait); the {self.name} takes it "
+                    "when it comes up"
+                )
+                return {}
             killed = (self.last_code or 0) < 0  # from outside, which starting again may outlive
             tries = 10 if killed else 3
             if self.could_not_start or self.deaths >= tries or waiting.seconds > limit:

@@ -83,6 +83,11 @@ class GatewayPlan(Table):
     vllm_wait: float | None = None
     """Seconds to wait for a vLLM server that does not answer yet; None: no limit."""
 
+    @property
+    def may_lack_vllm(self) -> bool:
+        """Whether others sample until its vLLM server, which it does not start, comes up."""
+        return self.gateways > 1 and self.vllm_url is not None and self.vllm_wait is not None
+
     @classmethod
     def of(cls, command: ModelCommand, *, vllm_url: str | None, **place: Any) -> Self:
         """Plan for a command's settings.
@@ -263,6 +268,7 @@ def make_sampler(
         wait_s=plan.vllm_wait,
         engines=vllm.engines,
         sleeps=vllm.sleep,
+        joins_late=plan.may_lack_vllm,
     )
     return sampler, renderer
 

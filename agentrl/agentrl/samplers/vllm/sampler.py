@@ -59,6 +59,7 @@ class VllmSampler:
         context_length: of the base model; the server may have been started with less.
         wait_s: how long ``start`` waits for a server that does not answer yet; None: without limit,
             where the server is supervised.
+        joins_late: whether a server that did not come up in time is taken when it does.
         engines: data-parallel engines of the server; a rollout's requests go to one of them.
         sleeps: whether ``drop_prefixes`` lets the server sleep until the next request.
     """
@@ -66,10 +67,10 @@ class VllmSampler:
     def __init__(
         self, url: str, *, eos_ids: frozenset[int], context_length: int,
         api_key: str | None = None, wait_s: float | None = None, engines: int = 1,
-        sleeps: bool = False,
+        sleeps: bool = False, joins_late: bool = False,
     ) -> None:  # fmt: skip
         self.context_length = context_length
-        self._wait_s = wait_s
+        self._wait_s, self._joins_late = wait_s, joins_late
         self._eos_ids = sorted(eos_ids)
         self._found = api.Fitness()
         self._in_flight, self._engines, self._sleeps = 0, engines, sleeps
@@ -82,8 +83,8 @@ class VllmSampler:
     def start(self) -> None:
         """Wait for the server, check that it is fit, and begin to watch it.
 
-        From then on the server may die and come back; ``healthy`` is true whenever it answers and
-        has every adapter that was loaded.
+        From then on the server may die and come back, or come up late; ``healthy`` is true whenever
+        it answers and has every adapter that was loaded.
 
         Raises:
             VllmError: it does not come up in time, or is not fit.
@@ -93,6 +94,11 @@ class VllmSampler:
         while why := api.why_not_up(self._client.blocking, REQUEST_S):
             said = f"no vLLM server is ready at {self._client.url}: {why}"
             if self._wait_s is not None and waiting.seconds >= self._wait_s:
+                if self._joins_late:
+                    log.warning("%s; it is taken when it comes up", said)
+                    self._client.mark_lost(why)
+                    self._watch.start()
+                    return
                 raise VllmError(
                     f"sampler.vllm.url: {said}; sampler.vllm.wait is {self._wait_s:g} s"
                 )
@@ -140,13 +146,19 @@ class VllmSampler:
     def load_now(self, name: str, version: int, path: str) -> None:
         """Load a version in this thread; wait while the server does not see its files yet.
 
+        A server that is lost loads it when it is back.
+
         Raises:
-            RefusedError: the server refuses it, or is lost, or has not seen its files in time.
+            RefusedError: the server refuses it, does not answer, or has not seen its files in time.
         """
+        if not self.healthy:
+            self._adapters.expect(name, version, path)
+            return
         waiting = Waiting(log.warning)
         while True:
             try:
-                return self._load(name, version, path)
+                self._load(name, version, path)
+                return
             except RefusedError as error:
                 if error.code != "files_not_found" or waiting.seconds >= FILES_S:
                     raise

@@ -272,17 +272,25 @@ def test_a_publication_that_is_refused_for_good_ends_the_run(
 def test_a_version_is_published_though_one_of_two_servers_is_lost(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_fork: None
 ) -> None:
-    """Its gateway is unwell, so other gateways get its rollouts; it comes back with the version."""
+    """Its gateway is unwell, so other gateways get its rollouts; it comes back with the version.
+
+    One that was never there joins likewise."""
     with Server() as other:
         serving = threading.Thread(target=other.serve_forever, args=(0.01,))
         serving.start()
-        with session_with(tmp_path, f"{server.url},{other.url}") as running:
-            running.wait_ready(print)
+        other.well = False
+        with session_with(tmp_path, f"{other.url},{server.url}", vllm_wait=1) as running:
+            told: list[str] = []
+            assert "sampler" in running.wait_ready(told.append)
+            assert f"no vLLM server is ready at {other.url} after 1 s (sampler.v" in told[-1]
             running.publish("policy", 1, "/1", 1, print)
+            assert [*server.loras.values(), *other.loras.values()] == ["/1"]
+            other.well = True
+            until(lambda: None not in running.gateways.healths())
             assert [*server.loras.values(), *other.loras.values()] == ["/1", "/1"]
             other.well = False
             until(lambda: None in running.gateways.healths())
-            told: list[str] = []
+            told.clear()
             running.publish("policy", 2, "/2", 2, told.append)
             assert [*server.loras.values()] == ["/1", "/2"]
             assert len(told) == 1
@@ -347,16 +355,20 @@ def test_a_gateway_that_takes_over_waits_for_the_server_without_end(tmp_path: Pa
         gateway.stop()
 
 
+@pytest.mark.parametrize(
+    ("count", "why"), [(1, r"sampler\.vllm\.wait is 4 s"), (2, "none of these servers came up")]
+)
 def test_a_run_says_what_it_waits_for_and_ends_without_it(
-    nowhere: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_fork: None
-) -> None:
+    nowhere: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_fork: None, count: int,
+    why: str,
+) -> None:  # fmt: skip
     monkeypatch.setattr(timing, "FIRST_NOTICE_S", 0.5)
     monkeypatch.setattr(timing, "LONGEST_PAUSE_S", 0.5)
     told: list[str] = []
-    with session_with(tmp_path, nowhere, vllm_wait=4) as running:
-        with pytest.raises(session.RunError, match=r"sampler\.vllm\.wait is 4 s"):
+    with session_with(tmp_path, ",".join([nowhere] * count), vllm_wait=4) as running:
+        with pytest.raises(session.RunError, match=why):
             running.wait_ready(told.append)
-        assert running.gateways.restarts == [0]
+        assert running.gateways.restarts == [0] * count
     assert any(f"no vLLM server is ready at {nowhere}" in message for message in told), told
 
 
