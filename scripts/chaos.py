@@ -7,10 +7,11 @@
 
 The victims are the gateway, the runners' pool, one of its workers, an agent, the trainer (which is
 resumed), another rank of ``--trainers 2``, PostgreSQL and vLLM. Runs alternate between one adapter,
-two adapters, asynchronous training in shared processes, two trainers, and two that share a base
-model, on SQLite and on PostgreSQL. Most strikes are SIGKILL; every fifth one is SIGSTOP, and
-SIGCONT up to three seconds later. At a run's end the script reads the raw tables and compares them
-with what the agents wrote down: see ``problems_of``. The exit status is 1 if anything is wrong.
+two adapters, asynchronous training in shared processes, two trainers, two that share a base model,
+and two gateways with a sampler each, on SQLite and on PostgreSQL. Most strikes are SIGKILL; every
+fifth one is SIGSTOP, and SIGCONT up to three seconds later. At a run's end the script reads the raw
+tables and compares them with what the agents wrote down: see ``problems_of``. The exit status is 1
+if anything is wrong.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ SHAPES: dict[str, list[str]] = {
     "asynchronous": AHEAD,
     "ranks": ["--trainers", "2"],
     "ranks_sharded": ["--trainers", "2", "--shard-base"],
+    "gateways": ["--gateways", "2", "--samplers", "2"],
 }
 
 
