@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from command_line import agentrl
 
+from agentrl.capacity import available_cores
 from agentrl.runs.metric_names import DIFFERENCE
 
 pytestmark = [pytest.mark.real_model, pytest.mark.timeout(900)]
@@ -22,9 +23,12 @@ def output(*arguments: object) -> str:
 
 
 def test_it_trains_resumes_and_answers_from_a_merged_folder(smollm2: str, tmp_path: Path) -> None:
-    small = ["--batch-size", 2, "--group-size", 4, "--max-tokens", 16, "--steps", 2]
-    where = ["--runs", tmp_path / "runs", "--name", "real"]
-    output("train", "--config", "examples/hello/real.toml", *where, *small, "--evaluation.every", 9)
+    how = ["--model", "smollm2-135m", "--model.cores", 2, "--runs", tmp_path / "runs"]
+    how += ["--batch-size", 2, "--group-size", 4, "--max-tokens", 16, "--runners", 1]
+    how += ["--tasks", "examples/hello/train.jsonl"]
+    train = ["train", "examples/hello/agent.py:agent", *how]
+    output(*train, "--name", "whole", "--steps", 3)
+    output(*train, "--name", "real", "--steps", 2)
     run = tmp_path / "runs/real"
     output("train", "--resume", run, "--steps", "3")
     summary = json.loads((run / "summary.json").read_text())
@@ -33,6 +37,12 @@ def test_it_trains_resumes_and_answers_from_a_merged_folder(smollm2: str, tmp_pa
     assert summary["calls"]["trained"] > 0
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert 0 < max(row.get(DIFFERENCE, 0) for row in rows) < 2e-4
+    # To the last bit, with the threads that the checkpoint has.
+    state = json.loads((run / "checkpoints/step-00000003/meta.json").read_text())
+    assert state["meta"]["cores"] == min(2, available_cores())
+    adapters = [run.parent / f"{name}/adapter/adapter_model.safetensors" for name in (run, "whole")]
+    resumed, whole = (path.read_bytes() for path in adapters)
+    assert resumed == whole
     output("export", run, tmp_path / "merged", "--merged")
     task = ["--task", '{"n": 7}', "--runs", tmp_path / "runs"]
     trace = output("run", "examples/hello/agent.py:agent", *task, "--model", tmp_path / "merged")
