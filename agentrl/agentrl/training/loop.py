@@ -94,6 +94,8 @@ class Trainer(TrainingRun):
             return self.finish(step, ended)
         except KeyboardInterrupt:
             self.metrics_log.close(killed=True)  # the process ends without its trackers' own hooks
+            with self.session.farewell():
+                self.guards.budget.end()
             raise
 
     def why_end(self) -> Ending | None:

@@ -7,7 +7,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
@@ -199,11 +199,18 @@ class Session:
 
     def _note_end(self, error: BaseException) -> None:
         interrupted = isinstance(error, KeyboardInterrupt)
-        with contextlib.suppress(Exception):  # the first error is the one to tell
-            self.store.db.patience_s = _FAREWELL_S
+        with self.farewell():
             if not interrupted:
                 note_failure(self.folder, error)
             self.store.end_run(self.run_id, "interrupted" if interrupted else "failed")
+
+    @contextlib.contextmanager
+    def farewell(self) -> Iterator[None]:
+        """Write what is left to write, and wait for no store; the error that ends the run is the
+        one to tell."""
+        self.store.db.patience_s = _FAREWELL_S
+        with contextlib.suppress(Exception):
+            yield
 
     def _stop(self) -> None:
         self._ended.set()

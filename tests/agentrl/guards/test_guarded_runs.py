@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import threading
 import time
 from pathlib import Path
@@ -69,6 +70,28 @@ def test_a_budget_ends_a_run_in_order_and_it_goes_on_as_it_would_have(
     run.accounting()
 
 
+def test_hours_end_a_run_in_order_and_count_over_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path, "slow", steps=1, eval_every=1, batch_size=2, group_size=2).finish()
+    before = summary(run)["spent"]["hours"]
+    limit = before + 20 / 3600
+    monkeypatch.setenv("AGENTRL_GUARDS__MAX_HOURS", str(limit))
+    run.changes = ["--steps", "1000"]
+    run.finish()
+    ended = summary(run)
+    assert ended["ended_by"] == "guards.max_hours"
+    assert "hours are spent" in run.output
+    assert 1 <= ended["steps"] < 1000
+    assert before < ended["spent"]["hours"]
+    assert (run.folder.best_adapter / "adapter_model.safetensors").is_file()
+    run.accounting()
+    # Spent before it starts again, it makes no step.
+    monkeypatch.setenv("AGENTRL_GUARDS__MAX_HOURS", str(before))
+    run.finish()
+    assert (summary(run)["ended_by"], summary(run)["steps"]) == ("guards.max_hours", ended["steps"])
+
+
 def test_rollouts_that_begin_during_the_last_evaluation_are_spent(tmp_path: Path) -> None:
     settings = {"runners": 3, "eval_every": 1, "evaluation.stop_at": 0}  # for 2 held-out tasks
     run = Run(tmp_path, f"{AGENTS}:late_when_held_out", **settings)
@@ -76,6 +99,16 @@ def test_rollouts_that_begin_during_the_last_evaluation_are_spent(tmp_path: Path
     assert (summary(run)["steps"], summary(run)["ended_by"]) == (0, "evaluation.stop_at")
     assert summary(run)["spent"]["tokens"] > tokens(run, step=0, purpose=Purpose.EVAL)
     run.accounting()
+
+
+def test_what_was_under_way_when_a_run_was_stopped_is_spent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(LIMIT, str(10**9))
+    run = Run(tmp_path, "slow", steps=1)
+    run.kill_at("rollouts", 1, signal.SIGTERM)
+    spent = json.loads(run.folder.spent.read_text())["tokens"]
+    assert tokens(run, step=0) < spent <= tokens(run)
 
 
 def collapsing(folder: Path, **settings: Any) -> Run:
