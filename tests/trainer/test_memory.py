@@ -76,6 +76,12 @@ def test_estimates(name: str, tmp_path: Path) -> None:
     assert kept_by(learner, 400) == pytest.approx(activation(source), rel=0.2)
 
 
+def test_files_that_cannot_be_read_tell_no_size(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert model_size(str(tmp_path)) is None
+
+
 def test_settings_change_the_estimate() -> None:
     plain, two = parts("agentrl-tiny", 400), parts("agentrl-tiny", 400, adapters=2)
     assert two["adapter and optimizer"] == 2 * plain["adapter and optimizer"]

@@ -40,9 +40,10 @@ def test_it_trains_resumes_and_answers_from_a_merged_folder(smollm2: str, tmp_pa
     # To the last bit, with the threads that the checkpoint has.
     state = json.loads((run / "checkpoints/step-00000003/meta.json").read_text())
     assert state["meta"]["cores"] == min(2, available_cores())
-    adapters = [run.parent / f"{name}/adapter/adapter_model.safetensors" for name in (run, "whole")]
-    resumed, whole = (path.read_bytes() for path in adapters)
-    assert resumed == whole
+    resumed, whole = (
+        one / "adapter/adapter_model.safetensors" for one in (run, run.parent / "whole")
+    )
+    assert resumed.read_bytes() == whole.read_bytes()
     output("export", run, tmp_path / "merged", "--merged")
     task = ["--task", '{"n": 7}', "--runs", tmp_path / "runs"]
     trace = output("run", "examples/hello/agent.py:agent", *task, "--model", tmp_path / "merged")

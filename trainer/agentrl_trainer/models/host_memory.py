@@ -52,15 +52,18 @@ class ModelSize:
 def model_size(name: str) -> ModelSize | None:
     """Read a model's size from its configuration and the heads of its weight files.
 
-    None if they are not on this machine yet, or are no safetensors files.
+    None if they are not on this machine yet, cannot be read, or are no safetensors files.
     """
     folder = _folder(name)
     files = sorted(folder.glob("*.safetensors")) if folder else []
     if folder is None or not files:
         return None
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        shapes = {name: shape for file in files for name, shape in _shapes(file).items()}
+    except (OSError, ValueError):  # which loading it says
+        return None
     config = config.get("text_config") or config
-    shapes = {name: shape for file in files for name, shape in _shapes(file).items()}
     inner = [s for name, s in shapes.items() if len(s) == 2 and "embed" not in name]
     heads = config.get("num_attention_heads") or 0
     width = config.get("head_dim") or config.get("hidden_size", 0) // max(heads, 1)
