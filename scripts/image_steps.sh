@@ -18,6 +18,7 @@ buildah bud --pull-never -f deploy/Dockerfile -t agentrl \
 
 image=$(buildah from --pull-never localhost/agentrl)
 buildah run "$image" -- agentrl train --config examples/hello/train.toml --name alone --steps 2
+buildah run "$image" -- bash -c 'ls ~/.cache/agentrl/kernels/*.so' # the sampler compiled them
 entrypoint=$(python3 -c "import yaml; print([one['spec']['entrypoint'] for one in
     yaml.safe_load_all(open('deploy/kubernetes/train.yaml')) if one['kind'] == 'RayJob'][0])")
 buildah run --env AGENTRL_RUN__STEPS=2 "$image" -- bash -c "
