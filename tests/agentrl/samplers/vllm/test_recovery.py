@@ -282,7 +282,8 @@ def test_a_version_is_published_though_one_of_two_servers_is_lost(
         with session_with(tmp_path, f"{other.url},{server.url}", vllm_wait=1) as running:
             told: list[str] = []
             assert "sampler" in running.wait_ready(told.append)
-            assert f"no vLLM server is ready at {other.url} after 1 s (sampler.v" in told[-1]
+            late = f"no vLLM server is ready at {other.url} after 1 s (sampler.vllm.wait)"
+            assert any(late in said for said in told)
             running.publish("policy", 1, "/1", 1, print)
             assert [*server.loras.values(), *other.loras.values()] == ["/1"]
             other.well = True
@@ -353,6 +354,23 @@ def test_a_gateway_that_takes_over_waits_for_the_server_without_end(tmp_path: Pa
         assert json.loads(gateway.stdin)["plan"]["vllm_wait"] is None
     finally:
         gateway.stop()
+
+
+def test_a_server_that_comes_up_late_joins_with_its_adapters(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recovery, "_POLL_S", 0.02)
+    server.well = False
+    sampler = VllmSampler(
+        server.url, eos_ids=frozenset({2}), context_length=128, wait_s=0.1, joins_late=True
+    )
+    sampler.start()
+    sampler.load_now("policy", 1, "/1")
+    assert (sampler.healthy, server.loads) == (False, 0)
+    server.well = True
+    until(lambda: sampler.healthy)
+    assert (list(server.loras.values()), sampler.adapters) == (["/1"], {"policy": 1})
+    sampler.stop()
 
 
 @pytest.mark.parametrize(
