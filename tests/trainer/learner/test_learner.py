@@ -134,6 +134,22 @@ def test_parts_of_a_step_accumulate() -> None:
     assert_same(gradients(parts), gradients(whole), rtol=1e-4, atol=1e-6)
 
 
+def test_several_threads_sum_gradients_in_one_order() -> None:
+    """All rows follow from one token, whose gradients add up."""
+    rows = [training_row([5, 3 + at % 50], credit=at - 255.5) for at in range(512)]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        trainer = learner(build=lambda: qwen3(hidden_size=256), off_start=True)
+        found: list[dict[str, Tensor]] = []
+        for _ in range(4):
+            trainer.forward_backward(rows)
+            found.append(gradients(trainer))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(one[name], found[0][name]) for one in found for name in one)
+
+
 @pytest.mark.parametrize("build", [qwen3, gpt2, qwen3_moe])
 def test_gradient_checkpointing_changes_nothing(build: Any) -> None:
     """GPT-2 has dropout in its layers, which must stay off."""
