@@ -72,8 +72,8 @@ class TokenLogprobs:
 
     def hidden(self, batch: MicroBatch) -> Tensor:
         """Compute [N, hidden], the decoder's output from which each trained token is predicted."""
-        # Places repeat where rows share a prefix. An embedding's backward adds them in one order, an
-        # index's does not with several threads.
+        # Places repeat where rows share a prefix. An embedding's backward adds them in one order,
+        # an index's does not with several threads.
         return F.embedding(batch.places, self.states(batch.input_ids, batch.trie))
 
     def states(self, input_ids: Tensor, trie: Trie | None) -> Tensor:
