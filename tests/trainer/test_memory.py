@@ -90,6 +90,10 @@ def test_settings_change_the_estimate() -> None:
     assert parts("agentrl-tiny", 400, load_in_4bit=True)["weights"] < plain["weights"] / 2
     recomputed = activation("agentrl-tiny", gradient_checkpointing=True)
     assert recomputed < activation("agentrl-tiny") / 2
+    half, quarter = (
+        parts("agentrl-tiny", 400, sampler_weights=to)["sampler"] for to in ("bfloat16", "int8")
+    )
+    assert quarter < half < plain["sampler"]
     assert "sampler" not in parts("agentrl-tiny", 400, cached=0)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import ParamSpec
+from typing import Literal, ParamSpec
 
 import torch
 from peft import get_peft_model
@@ -21,6 +21,7 @@ from agentrl_trainer.models.lora_targets import no_false_warnings, resolve_targe
 from agentrl_trainer.models.moe import expert_count
 
 _NF4_BYTES = 0.53
+_ROUNDED_BYTES = {"bfloat16": 2, "int8": 1}
 _LOGITS_BYTES = 12
 """For each of at most ``MAX_LOGITS``: itself in float32, and two that are computed from it."""
 _VERSIONS = 2
@@ -85,6 +86,7 @@ def estimate_memory(
     load_in_4bit: bool = False,
     gradient_checkpointing: bool = False,
     parts: int | None = None,
+    sampler_weights: Literal["model", "bfloat16", "int8"] = "model",
 ) -> dict[str, int] | None:
     """Estimate the bytes of each part; None if the architecture is not known.
 
@@ -92,6 +94,7 @@ def estimate_memory(
         tokens: of a micro-batch.
         parts: into which FSDP2 spreads the base model; the trainer holds one. None: it does not.
         cached: tokens whose keys and values the embedded sampler holds; 0: another one samples.
+        sampler_weights: the embedded sampler's.
     """
     base = model_without_weights(name)
     if base is None:
@@ -131,8 +134,12 @@ def estimate_memory(
     if cached:
         # A small model's sampler merges each version into a copy of the linear layers.
         merges = size == 4 and count < MERGE_BELOW and not load_in_4bit and not expert_count(config)
-        version = linear * adapters if merges else adapter
-        found["sampler"] = weights + _VERSIONS * 4 * version
+        if rounded := _ROUNDED_BYTES.get(sampler_weights):
+            inner = linear + (0 if head is None else head.weight.numel())
+            own, version = size * (count - linear) + rounded * inner, adapter
+        else:
+            own, version = weights, linear * adapters if merges else adapter
+        found["sampler"] = own + _VERSIONS * 4 * version
         heads = getattr(config, "num_attention_heads", 0)  # 0: a state space, without keys
         width = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
         shared = getattr(config, "num_key_value_heads", None) or heads

@@ -47,6 +47,7 @@ def memory_findings(
         rank=learning.rank, adapters=len(config.trained),
         gradient_checkpointing=learning.gradient_checkpointing,
         parts=config.parts_of_base,
+        sampler_weights=config.sampler.weights,
         tokens=max(batch.input_ids.numel() for batch in packed),
         cached=in_flight * max(len(row.tokens) for row in rows)
         if config.sampler.kind == "embedded" else 0,
