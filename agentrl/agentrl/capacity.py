@@ -73,7 +73,7 @@ def choose_runners(config: TrainConfig | EvalConfig, rollouts: int) -> str | Non
     together, as long as their agents' processes are cheap: forks, not commands or interpreters.
 
     Args:
-        rollouts: of a step, or of an evaluation; there is no use for more runners.
+        rollouts: of a step, or of an evaluation.
     """
     how, agent = config.rollouts, config.agent
     if "runners" in how.model_fields_set:
@@ -90,12 +90,14 @@ def choose_runners(config: TrainConfig | EvalConfig, rollouts: int) -> str | Non
         limits = {
             f"{_OF_A_CORE} for each of {cores} cores": _OF_A_CORE * cores,
             "with more, each answer takes longer": _MANY_RUNNERS,
-            f"a step or an evaluation has {rollouts} rollouts": max(rollouts, how.runners),
-            f"memory holds no more: {said}": max(room, 1),
+            f"a step or an evaluation has {rollouts} rollouts": rollouts,
+            f"memory holds {room}: {said}": room,
         }
         why = min(limits, key=limits.__getitem__)
-        how.runners = limits[why]
-        why += f"; memory holds {room}" if room > how.runners else ""
+        if limits[why] < how.runners:
+            why = f"the default; {why}"
+        else:
+            how.runners = limits[why]
     return f"{how.runners} runners (rollouts.runners): {why}"
 
 
@@ -114,7 +116,8 @@ def _room_for_agents(config: TrainConfig | EvalConfig) -> tuple[int, str]:
             free -= known.weights * config.gateway_count
             of_agent += known.of_token * (_PROMPT_TOKENS + config.sampler.max_tokens)
     left = max(free, 0)
-    said = f"{decimal(of_agent)} each in half of the {decimal(left)} that the model leaves"
+    leaves = "is free" if known is None else "the model leaves"
+    said = f"{decimal(of_agent)} each in half of the {decimal(left)} that {leaves}"
     return left // 2 // of_agent, said
 
 

@@ -36,7 +36,7 @@ from agentrl_trainer.models.sources import resolve_model  # noqa: E402
 GOAL = 0.7
 OURS = "agentrl, trainer and gateway"
 TRL_DEFAULT = "TRL, 1 rows a micro-batch, 64 rows generated at once"
-"""Generation as it is by default, and the quickest micro-batch."""
+"""Generation as it is by default, and the smallest micro-batch."""
 
 
 def write_tasks(path: Path, options: argparse.Namespace) -> None:

@@ -76,9 +76,9 @@ ALONE = "the default where each agent is a program of its own"
 @pytest.mark.parametrize(
     ("model", "agent", "how", "rollouts", "runners", "why"),
     [
-        (OTHER, FORKED, {}, 64, 32, "16 for each of 2 cores; memory holds 158"),
-        (OTHER, FORKED, {}, 12, 12, "a step or an evaluation has 12 rollouts; memory holds 158"),
-        (OTHER, FORKED, {}, 4, 8, "a step or an evaluation has 4 rollouts; memory holds 158"),
+        (OTHER, FORKED, {}, 64, 32, "16 for each of 2 cores"),
+        (OTHER, FORKED, {}, 12, 12, "a step or an evaluation has 12 rollouts"),
+        (OTHER, FORKED, {}, 4, 8, "the default; a step or an evaluation has 4 rollouts"),
         (OTHER, FORKED, {"runners": 8}, 64, 8, None),
         (OTHER, FORKED | {"sandbox": True}, {}, 64, 8, ALONE),
         (OTHER, FORKED | {"python": "/usr/bin/python3"}, {}, 64, 8, ALONE),
@@ -117,9 +117,9 @@ LARGER = ModelSize(weights=2 * 10**9, widths=10**6, of_token=10**5)
         # Of 20 GB weights twice and 0.5 GB for adapter and optimizer; 0.3 GB for each agent.
         (True, "cpu", 2, 20e9, 23, "328.0 MB each in half of the 15.5 GB that the model leaves"),
         (False, "cpu", 2, 20e9, 27, "328.0 MB each in half of the 18.0 GB that the model leaves"),
-        (True, "cuda", 16, 20e9, 50, "200.0 MB each in half of the 20.0 GB that the model leaves"),
-        (True, "cpu", 2, 3e9, 1, "328.0 MB each in half of the 0 bytes that the model leaves"),
-        (True, "cuda", 16, 64e9, 64, "with more, each answer takes longer; memory holds 160"),
+        (True, "cuda", 16, 20e9, 50, "200.0 MB each in half of the 20.0 GB that is free"),
+        (True, "cpu", 2, 3e9, 8, "328.0 MB each in half of the 0 bytes that the model leaves"),
+        (True, "cuda", 16, 64e9, 64, "with more, each answer takes longer"),
     ],
 )
 def test_runners_are_as_many_as_memory_holds(

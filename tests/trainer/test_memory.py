@@ -76,10 +76,25 @@ def test_estimates(name: str, tmp_path: Path) -> None:
     assert kept_by(learner, 400) == pytest.approx(activation(source), rel=0.2)
 
 
-def test_files_that_cannot_be_read_tell_no_size(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{")
-    (tmp_path / "model.safetensors").write_bytes(b"")
+@pytest.mark.parametrize(
+    ("config", "weights"),
+    [
+        ("{", "{}"),
+        ("[]", "{}"),
+        ('{"num_attention_heads": [1]}', "{}"),
+        ('{"hidden_size": null}', "{}"),
+        ("{}", "version https://git-lfs.github.com/spec/v1"),
+    ],
+)
+def test_files_that_cannot_be_read_tell_no_size(config: str, weights: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(config)
+    head = len(weights).to_bytes(8, "little") if weights == "{}" else b""
+    (tmp_path / "model.safetensors").write_bytes(head + weights.encode())
     assert model_size(str(tmp_path)) is None
+
+
+def test_a_model_that_no_hub_can_have_tells_no_size() -> None:
+    assert model_size("no such model") is None
 
 
 def test_settings_change_the_estimate() -> None:

@@ -135,8 +135,10 @@ def estimate_memory(
         # A small model's sampler merges each version into a copy of the linear layers.
         merges = size == 4 and count < MERGE_BELOW and not load_in_4bit and not expert_count(config)
         if rounded := _ROUNDED_BYTES.get(sampler_weights):
-            inner = linear + (0 if head is None else head.weight.numel())
-            own, version = size * (count - linear) + rounded * inner, adapter
+            of_head = 0 if head is None else head.weight.numel()
+            tied = head is None or head.weight is base.get_input_embeddings().weight
+            kept = count - linear - (0 if tied else of_head)
+            own, version = size * kept + rounded * (linear + of_head), adapter
         else:
             own, version = weights, linear * adapters if merges else adapter
         found["sampler"] = own + _VERSIONS * 4 * version

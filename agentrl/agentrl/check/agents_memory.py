@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -15,18 +16,20 @@ class AgentsMemory:
     """The most memory that a pool of runners has at a time while the block runs.
 
     Attributes:
-        peak: bytes of the pool and all processes below it, agents' own commands included. What
-            processes share counts once.
+        idle: bytes of the pool and all processes below it as the block began. What processes share
+            counts once.
+        peak: the most of them, agents' own commands included.
     """
 
-    def __init__(self, pool: int | None) -> None:
-        """``pool``: the process's id; None: it is not on this machine, and the peak stays 0."""
-        self.peak = 0
-        self._pool = None if pool is None else psutil.Process(pool)
+    def __init__(self, pool: Callable[[], int | None]) -> None:
+        """``pool`` gives the process's id; None: it is not on this machine, and takes 0 bytes."""
+        self._pool = pool
+        self.idle = self.peak = 0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="agents-memory", daemon=True)
 
     def __enter__(self) -> Self:
+        self.idle = self.peak = _held_below(self._pool())
         self._thread.start()
         return self
 
@@ -36,17 +39,22 @@ class AgentsMemory:
         self._ended.set()
         self._thread.join()
 
+    def of(self, agents: int, *, measured: int) -> int:
+        """Return the bytes of the pool with so many agents at a time, of which some ran."""
+        return self.idle + (self.peak - self.idle) * agents // measured
+
     def _watch(self) -> None:
-        while self._pool is not None:
-            self.peak = max(self.peak, _held_below(self._pool))
-            if self._ended.wait(_LOOK_S):
-                return
+        while not self._ended.wait(_LOOK_S):
+            self.peak = max(self.peak, _held_below(self._pool()))
 
 
-def _held_below(pool: psutil.Process) -> int:
+def _held_below(pool: int | None) -> int:
+    if pool is None:
+        return 0
     try:
-        return sum(map(_held_by, [pool, *pool.children(recursive=True)]))
-    except psutil.NoSuchProcess:
+        first = psutil.Process(pool)
+        return sum(map(_held_by, [first, *first.children(recursive=True)]))
+    except psutil.Error:
         return 0
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from statistics import fmean
 
+from agentrl.check.agents_memory import AgentsMemory
 from agentrl.check.resources import memory_findings, seconds_per_token, time_finding
 from agentrl.check.signal import how_to_reward, signal_finding, success_finding
 from agentrl.config.commands import CheckConfig
@@ -36,7 +38,7 @@ def findings(
     rollouts: Sequence[Rollout],
     calls: Sequence[Call],
     rewards: Mapping[str, float | None],
-    agents: int = 0,
+    agents: AgentsMemory,
 ) -> tuple[dict[str, list[Finding]], Finding]:
     """Return the findings by line of the report, and the verdict.
 
@@ -44,7 +46,7 @@ def findings(
         steps: of the training.
         calls: of the rollouts, with their requests.
         rewards: by rollout; None: it has none.
-        agents: bytes that the runners had while they ran the rollouts; 0: not known.
+        agents: of the runners while they ran the rollouts.
     """
     source = config.tinker.tokenizer or config.model.name
     known = load_facts(source, **config.model.of_tokenizer)
@@ -84,7 +86,8 @@ def findings(
     step = how.batch_size * how.group_size / count
     if rows and config.run.backend == "local":
         at_once = min(how.runners * how.concurrency, count)
-        found["memory"] = [*memory_findings(config, rows, agents // at_once)]
+        needed = partial(agents.of, measured=at_once)
+        found["memory"] = [*memory_findings(config, rows, needed)]
         if found["memory"][0].stops:
             verdict = found["memory"][0]
         else:

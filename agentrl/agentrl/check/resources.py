@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -30,11 +30,11 @@ _MEASURED = 4096
 
 
 def memory_findings(
-    config: TrainConfig, rows: Sequence[TrainingRow], of_agent: int = 0
+    config: TrainConfig, rows: Sequence[TrainingRow], of_agents: Callable[[int], int]
 ) -> Iterator[Finding]:
     """Say what trainer, sampler and agents need of the model's device, and what to lower.
 
-    ``of_agent``: bytes of a rollout's processes, which take none of a CUDA GPU.
+    ``of_agents``: bytes of the processes of so many rollouts, which take none of a CUDA GPU.
     """
     how, model, learning = config.rollouts, config.model, config.learning
     device = choose_device(model.device)
@@ -58,8 +58,8 @@ def memory_findings(
     if "sampler" in parts:  # a copy of the model in each
         gpus = torch.cuda.device_count() if model.device in ("auto", "cuda") else 0
         parts["sampler"] *= -(-config.gateway_count // max(1, gpus))
-    if of_agent and device.type != "cuda":
-        parts[f"{in_flight} agents"] = of_agent * in_flight
+    if device.type != "cuda" and (taken := of_agents(in_flight)):
+        parts[f"{in_flight} agents"] = taken
     yield compare(parts, free_memory(device), device.type)
     yield Finding(" + ".join(f"{decimal(size)} {name}" for name, size in parts.items()))
 

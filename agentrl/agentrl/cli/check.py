@@ -57,7 +57,9 @@ def check_command(*tokens: Tokens) -> None:
         works = first.state is RolloutState.SUCCEEDED
         planned = _planned(config, made.task_ids[1:], config.check.samples)
         pool = made.session.pool
-        with AgentsMemory(pool.pid if isinstance(pool, SupervisedProcess) else None) as held:
+        with AgentsMemory(
+            lambda: pool.pid if isinstance(pool, SupervisedProcess) else None
+        ) as held:
             rollouts = made.execute(planned) if works else [first]
     ids = [rollout.id for rollout in rollouts]
     rewards, calls = rollout_rewards(rollouts, store.rewards(ids)), store.calls(rollout_ids=ids)
@@ -67,7 +69,7 @@ def check_command(*tokens: Tokens) -> None:
             from agentrl.check.report import findings
 
             steps = steps_of(config, tasks)
-            found, verdict = findings(config, steps, rollouts, calls, rewards, held.peak)
+            found, verdict = findings(config, steps, rollouts, calls, rewards, held)
     else:
         [why] = count_failures(rollouts)
         silent = not calls and not _NOT_LOADED.search(why)  # else it was not even imported

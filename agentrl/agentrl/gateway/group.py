@@ -77,7 +77,7 @@ class Gateways:
             server.wait(on_wait)
         healths = [handle.wait_ready(on_wait) for handle in self._handles]
         if not any(healths):
-            raise RuntimeError("sampler.vllm.url: none of these servers came up")
+            raise RuntimeError(" ".join(dict.fromkeys(one.lacks_sampler for one in self._handles)))
         return next(filter(None, healths))
 
     def healths(self) -> list[dict[str, Any] | None]:

@@ -109,6 +109,14 @@ class GatewayHandle(SupervisedProcess):
             return self._client.get("/healthz", timeout=2.0).raise_for_status().json()
         return None
 
+    @property
+    def lacks_sampler(self) -> str:
+        """What to say where its vLLM server did not come up in time."""
+        return (
+            f"sampler.vllm.url: no vLLM server is ready at {self._plan.vllm_url} after "
+            f"{self._plan.vllm_wait:g} s (sampler.vllm.wait)."
+        )
+
     def _lacks_sampler(self) -> bool:
         """Whether the gateway is up and its sampler is not."""
         with contextlib.suppress(httpx.HTTPError):
@@ -129,11 +137,7 @@ class GatewayHandle(SupervisedProcess):
         limit = _READY_TIMEOUT_S + (self._plan.vllm_wait or 0)
         while (health := self.health()) is None:
             if self._plan.may_lack_vllm and self._lacks_sampler():
-                on_wait(
-                    f"no vLLM server is ready at {self._plan.vllm_url} after "
-                    f"{self._plan.vllm_wait:g} s (sampler.vllm.wait); the {self.name} takes it "
-                    "when it comes up"
-                )
+                on_wait(f"{self.lacks_sampler} The {self.name} takes it when it comes up.")
                 return {}
             killed = (self.last_code or 0) < 0  # from outside, which starting again may outlive
             tries = 10 if killed else 3

@@ -75,6 +75,8 @@ class Scorer:
         found = [group for group in groups if group] if self._functions else []
         for group in found:
             self.begin(group)
+        if not found:
+            return
         soon = _event_loop().call_soon_threadsafe
         soon(self._awaited.set)
         try:

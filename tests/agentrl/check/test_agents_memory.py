@@ -44,7 +44,7 @@ def test_what_processes_share_counts_once(hidden: bool, monkeypatch: pytest.Monk
         assert pool.stdout is not None
         for _ in range(2):
             assert pool.stdout.readline() == b"ready\n"
-        with AgentsMemory(pool.pid) as held:
+        with AgentsMemory(lambda: pool.pid) as held:
             pass
         pool.stdin.close()
     own, shared = 2 * 50 * MB, 200 * MB
@@ -52,7 +52,14 @@ def test_what_processes_share_counts_once(hidden: bool, monkeypatch: pytest.Monk
     assert hidden or held.peak >= own + shared
 
 
-def test_a_pool_elsewhere_is_not_measured() -> None:
-    with AgentsMemory(None) as held:
+@pytest.mark.parametrize("pool", [None, 2**22 + 1])
+def test_a_pool_elsewhere_or_gone_is_not_measured(pool: int | None) -> None:
+    with AgentsMemory(lambda: pool) as held:
         pass
     assert held.peak == 0
+
+
+def test_what_agents_share_counts_once() -> None:
+    held = AgentsMemory(lambda: None)
+    held.idle, held.peak = 60, 160
+    assert held.of(8, measured=4) == 260

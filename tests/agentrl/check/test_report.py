@@ -11,6 +11,7 @@ import pytest
 from call_records import make, rollout
 
 from agentrl.check import resources
+from agentrl.check.agents_memory import AgentsMemory
 from agentrl.check.report import findings
 from agentrl.check.resources import compare, time_finding
 from agentrl.config.commands import CheckConfig
@@ -52,7 +53,9 @@ def records() -> tuple[list[Rollout], list[Call]]:
 def said(rewards: list[float | None], *records: Any, **changes: Any) -> dict[str, list[str]]:
     rollouts, calls = records
     earned = {one.id: reward for one, reward in zip(rollouts, rewards, strict=True)}
-    found, verdict = findings(config(**changes), 10, rollouts, calls, earned, 3 * 10**8)
+    held = AgentsMemory(lambda: None)
+    held.idle, held.peak = 6 * 10**7, 36 * 10**7
+    found, verdict = findings(config(**changes), 10, rollouts, calls, earned, held)
     return {name: [*map(str, some)] for name, some in {**found, "verdict": [verdict]}.items()}
 
 
@@ -76,8 +79,8 @@ def test_every_line() -> None:
     assert found["success"][0].endswith(", pass@2 50%")
     assert found["success"][1].startswith("1 of 4 rollouts have no reward: return a number")
     assert found["memory"][0].endswith(" free on cpu: fits")
-    # 3 runners, with 18 tokens and 100 MB each.
-    assert found["memory"][1].endswith("KV cache of 54 tokens + 300.0 MB 3 agents")
+    # 3 runners, with 18 tokens each, and 100 MB beside the 60 MB that they share.
+    assert found["memory"][1].endswith("KV cache of 54 tokens + 360.0 MB 3 agents")
     # 4 rollouts took 2 s, one after the other: 64 take 32 s.
     assert "(rollouts 32.0 s, update " in found["time"][0]
     [verdict] = found["verdict"]

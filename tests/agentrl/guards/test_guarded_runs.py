@@ -83,7 +83,7 @@ def test_hours_end_a_run_in_order_and_count_over_resumes(
     assert ended["ended_by"] == "guards.max_hours"
     assert "hours are spent" in run.output
     assert 1 <= ended["steps"] < 1000
-    assert before < ended["spent"]["hours"]
+    assert before < ended["spent"]["hours"] < limit + 60 / 3600
     assert (run.folder.best_adapter / "adapter_model.safetensors").is_file()
     run.accounting()
     # Spent before it starts again, it makes no step.

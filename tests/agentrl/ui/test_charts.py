@@ -46,11 +46,11 @@ def test_each_of_several_adapters_has_its_own_curves() -> None:
         "a/clip_fraction": 0, "staleness/mean": 0,
     }  # fmt: skip
     shares = {"rollouts": 0.75, "update": 0.25}
-    found = run_charts("/runs/r", {1: row}, {}, [], ["a", "b"], shares)
+    found = run_charts("/runs/r", {1: row}, {}, [], ["a", "b"], shares, {"update": 0.9})
     columns = {one["id"]: one["columns"] for one in found}
     assert columns["loss"] == ["step", "a/loss", "b/loss"]
     assert columns["reward"] == ["step", "mean", "a"]
-    assert {"clip", "phases"} <= columns.keys()
+    assert {"clip", "phases", "cores"} <= columns.keys()
     assert "staleness" not in columns  # it is always zero
     assert row.keys() <= metric_names(["a", "b"])
     assert "a/alert/truncation" in metric_names(["a", "b"])

@@ -129,7 +129,7 @@ class Followers:
                     ended[rank] = why
         while self.running:
             self.running.pop().end()
-        if self._watch is not None:
+        if dist.is_initialized():
             dist.destroy_process_group()
         self._watch = None
         # Those that survived it only say that another one was gone.

@@ -54,16 +54,18 @@ def model_size(name: str) -> ModelSize | None:
 
     None if they are not on this machine yet, cannot be read, or are no safetensors files.
     """
-    folder = _folder(name)
-    files = sorted(folder.glob("*.safetensors")) if folder else []
-    if folder is None or not files:
-        return None
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        shapes = {name: shape for file in files for name, shape in _shapes(file).items()}
-    except (OSError, ValueError):  # which loading it says
-        return None
+        folder = _folder(name)
+        files = sorted(folder.glob("*.safetensors")) if folder else []
+        return _size_of(folder, files) if folder and files else None
+    except (OSError, ValueError, TypeError, AttributeError, LookupError):
+        return None  # loading the model says what is wrong with its files
+
+
+def _size_of(folder: Path, files: list[Path]) -> ModelSize:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config = config.get("text_config") or config
+    shapes = {name: shape for file in files for name, shape in _shapes(file).items()}
     inner = [s for name, s in shapes.items() if len(s) == 2 and "embed" not in name]
     heads = config.get("num_attention_heads") or 0
     width = config.get("head_dim") or config.get("hidden_size", 0) // max(heads, 1)
@@ -94,5 +96,8 @@ def _folder(name: str) -> Path | None:
 def _shapes(file: Path) -> dict[str, list[int]]:
     """Return the shapes of the tensors in a safetensors file, from its head."""
     with file.open("rb") as opened:
-        head: dict[str, Any] = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+        length = int.from_bytes(opened.read(8), "little")
+        if length > file.stat().st_size:  # such as a pointer of Git LFS
+            raise ValueError(f"{file} is no safetensors file")
+        head: dict[str, Any] = json.loads(opened.read(length))
     return {name: one["shape"] for name, one in head.items() if name != "__metadata__"}

@@ -16,9 +16,9 @@ class RunnerSettings(Table):
     """The processes that run the agent."""
 
     runners: Annotated[int, Field(ge=1, le=1024)] = 8
-    """Worker processes that run the agent; ray:16 is 16 on Ray. By default, for a model other than
-    agentrl-tiny and an agent that is Python code which forks run, up to 16 for each core, at most
-    64, as rollouts and memory allow: the first lines of a command say which, and why."""
+    """Worker processes that run the agent; ray:16 is 16 on Ray. By default 8. Where the agent is
+    Python code in forked processes and the model is not agentrl-tiny, 16 for each core, at most 64,
+    and no more than rollouts and memory allow. The command prints the number and why."""
     runners_on: Literal["here", "ray"] = "here"
     """Run them on this machine, or as actors of a Ray cluster."""
     concurrency: Count = 1

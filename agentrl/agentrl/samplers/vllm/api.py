@@ -45,7 +45,7 @@ _LOAD_ADVICE = (
     "the run's folder under this very path"
 )
 _NOT_FOUND = ("No adapter found", "doesn't contain tensors", "incomplete metadata")
-_UNFIT = ("max_lora_rank", "target modules", "not supported")
+_UNFIT = ("max_lora_rank", "target modules", "Adapter bias is not supported")
 """What vLLM says of an adapter's files: they are not there, or never fit. Its status is often 500,
 as where its engine is in trouble."""
 
@@ -321,8 +321,8 @@ def require_loaded(answer: httpx.Response, path: str) -> None:
     status = answer.status_code
     if status == 200:
         return
-    said = _message(answer)[:400]
-    text = f"vLLM did not load {path} ({status}): {said}"
+    said = _message(answer)
+    text = f"vLLM did not load {path} ({status}): {said[:400]}"
     if any(phrase in said for phrase in _NOT_FOUND):
         raise RefusedError("files_not_found", f"{text}; {_LOAD_ADVICE}")
     unfit = any(phrase in said for phrase in _UNFIT)

@@ -28,7 +28,7 @@ _APART = 0.2
 """A difference between trainer and sampler that rounding in bfloat16 does not explain."""
 
 Credits = list[float]
-"""Advantages or weights of the first tokens after the prompt, where a row ends with them."""
+"""Advantages or weights of the tokens after the prompt; the row ends with them."""
 _UP, _DOWN, _ZERO = [1.0], [-1.5], [0.0]
 _LONG = [-1.5, *[1e-3] * len(_REST)]
 
@@ -49,7 +49,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A step, and what a service does by whose objective it makes the token more likely."""
+    """A step, and what is wrong with a service where it makes the token more likely."""
 
     name: str
     otherwise: str
@@ -74,7 +74,7 @@ QUESTIONS = (
     ),
     Question(
         "a token of weight 0 does not learn",
-        "it learns from tokens whose weight is 0",
+        "it learns from tokens whose weight is 0, or divides a loss by the sum of its weights",
         rewards=(),
         weights=([[-0.1], _ZERO, _ZERO],),
     ),

@@ -21,7 +21,7 @@
 #error "this processor has no AVX-512 VNNI"
 #endif
 
-/* What is subtracted from a row's sums, and its scale; -1 for rows that are not finite, whose digits say nothing. */
+/* What is subtracted from a row's sums, and its scale; NAN for rows that are not finite, whose digits say nothing. */
 struct row {
     int32_t first, second;
     float scale;
