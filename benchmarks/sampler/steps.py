@@ -120,7 +120,7 @@ def main() -> None:
         ms = {batch: 1e3 * decode_step(engine, batch) for batch in BATCHES}
         answers = sample(engine, asked)
         engine.stop()
-        apart = differences(options.folder, asked, answers)
+        apart = on_own_thread(differences, options.folder, asked, answers)
         found["weights"][weights] = {"ms": ms, "difference": apart}
     print(json.dumps({"seconds": time.perf_counter() - begun} | found))
 
