@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from small_models import qwen3, save_model, training_row
-from transformers import Qwen3MoeConfig
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig
 
+from agentrl_trainer.inference.adapter_swap import RoundedWeights
+from agentrl_trainer.inference.engine import SamplerEngine
 from agentrl_trainer.inference.forward import choose_forward
 from agentrl_trainer.learner.learner import Learner
 from agentrl_trainer.memory import estimate_memory, fitting_token_budget
@@ -74,6 +76,26 @@ def test_estimates(name: str, tmp_path: Path) -> None:
     assert ADAM_BYTES * 8 * size.widths == estimate["adapter and optimizer"]
     assert size.of_token == estimate["KV cache"]
     assert kept_by(learner, 400) == pytest.approx(activation(source), rel=0.2)
+
+
+@pytest.mark.parametrize("weights", ["bfloat16", "int8"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_sampler_with_rounded_weights_holds_what_is_estimated(
+    weights: Any, tied: bool, tmp_path: Path
+) -> None:
+    how = LlamaConfig(
+        vocab_size=288, hidden_size=96, intermediate_size=192, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=tied,
+    )  # fmt: skip
+    source = save_model(LlamaForCausalLM(how), tmp_path)
+    found = parts(source, 400, sampler_weights=weights)
+    engine = SamplerEngine(load_base(source, device="cpu"), weights=weights)
+    assert isinstance(engine._weights, RoundedWeights)
+    products: list[Any] = engine._weights._lean.rounded_products
+    held = sum(p.nbytes for p in engine.base.model.parameters())
+    held += sum(product._weight.nbytes for product in products)
+    two_versions = 2 * found["adapter and optimizer"] // 4
+    assert found["sampler"] == held + two_versions
 
 
 @pytest.mark.parametrize(
