@@ -9,9 +9,8 @@ The victims are the gateway, the runners' pool, one of its workers, an agent, th
 resumed), another rank of ``--trainers 2``, PostgreSQL and vLLM. Runs alternate between one adapter,
 two adapters, asynchronous training in shared processes, two trainers, two that share a base model,
 and two gateways with a sampler each, on SQLite and on PostgreSQL. Most strikes are SIGKILL; every
-fifth one is SIGSTOP, and SIGCONT up to three seconds later. At a run's end the script reads the raw
-tables and compares them with what the agents wrote down: see ``problems_of``. The exit status is 1
-if anything is wrong.
+fifth one is SIGSTOP, and SIGCONT up to three seconds later. At a run's end ``chaos_books`` compares
+the raw tables with what the agents wrote down. The exit status is 1 if anything is wrong.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ from typing import Any
 
 import psutil
 import sqlalchemy as sa
+from chaos_books import driver, problems_of, read_lines
 
 from agentrl.runs.folder import RunFolder
 
@@ -197,12 +197,20 @@ class Run:
         logged = [row["step"] for row in run.read_metrics() if "reward/mean" in row]
         if max(saved, default=0) > max(logged, default=0):
             return "publish"
-        engine = sa.create_engine(_driver(self.store_url))
+        engine = sa.create_engine(driver(self.store_url))
         with engine.connect() as connection:
             waiting = "SELECT count(*) FROM rollouts WHERE state IN ('queued', 'running')"
             count = connection.scalar(sa.text(waiting))
         engine.dispose()
         return "rollouts" if count else "update"
+
+    def problems(self) -> Iterator[str]:
+        """Yield a sentence for each thing that is wrong at its end."""
+        yield from self.failures
+        run = self.folder / "run"
+        if (run / "summary.json").exists():
+            yield from (f"a process is left: {name}" for name in self.left_processes())
+            yield from problems_of(run, self.store_url, self.steps, self.journal)
 
     def left_processes(self) -> list[str]:
         """Return the processes that carry this run's mark, after a grace period."""
@@ -249,94 +257,6 @@ def hurt(run: Run, quota: Counter[str], rng: random.Random, postgres: Postgres |
                 quota[kind] -= 1
 
 
-def journal_of(run: Run) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in run.journal.read_text().splitlines()]
-
-
-def problems_of(run: Run) -> Iterator[str]:
-    """Check the raw tables: yield a sentence for each thing that is wrong.
-
-    - Every answer that an agent received is a completed call with the same text.
-    - Every call trained or has a reason, never both; the gateways' counts agree with the rows.
-    - Only attempts that won train, and only those whose agent came to its end.
-    - No call of a winning attempt that the agent received is called disconnected.
-    - The steps are 1 to the last, each once, with as many trained calls as its metrics say.
-    """
-    yield from run.failures
-    if not (run.folder / "run/summary.json").exists():
-        return
-    yield from (f"a process is left: {name}" for name in run.left_processes())
-    engine = sa.create_engine(_driver(run.store_url))
-    with engine.connect() as connection:
-
-        def ask(query: str) -> list[Any]:
-            return list(connection.execute(sa.text(query)).all())
-
-        calls = {
-            row.id: row
-            for row in ask(
-                "SELECT id, response_id, attempt_id, rollout_id, state, trained_step, skip_reason,"
-                " response FROM calls"
-            )
-        }
-        rollouts = {row.id: row for row in ask("SELECT id, winner, step, state FROM rollouts")}
-        proxied = ask("SELECT coalesce(sum(proxied), 0) FROM gateways")[0][0]
-    engine.dispose()
-    if proxied != len(calls):
-        yield f"{proxied} calls proxied, {len(calls)} recorded"
-    by_response: dict[str, list[Any]] = {}
-    for call in calls.values():
-        by_response.setdefault(call.response_id, []).append(call)
-        if (call.trained_step is None) == (call.skip_reason is None):
-            verdict = (call.trained_step, call.skip_reason)
-            yield f"call {call.id} ({call.state}) has the verdict {verdict}"
-    journal = journal_of(run)
-    ended = {line["attempt"] for line in journal if "end" in line}
-    for call in calls.values():
-        if call.trained_step is not None:
-            rollout = rollouts[call.rollout_id]
-            if call.attempt_id != rollout.winner or call.attempt_id not in ended:
-                yield f"call {call.id} of a half attempt trained in step {call.trained_step}"
-            if call.trained_step != rollout.step:
-                yield f"call {call.id} of step {rollout.step} trained in {call.trained_step}"
-    winners = {rollout.winner for rollout in rollouts.values()}
-    for line in journal:
-        if "id" in line:
-            yield from _problems_of_answer(line, by_response.get(line["id"], []), winners)
-    yield from _problems_of_steps(run, calls.values())
-
-
-def _problems_of_answer(line: dict[str, Any], rows: list[Any], winners: set[str]) -> Iterator[str]:
-    if not any(row.state == "completed" for row in rows):
-        yield f"the answer {line['id']} that an agent received is lost"
-    for row in rows:
-        stored = json.loads(row.response) if isinstance(row.response, str) else row.response
-        text = stored["choices"][0]["message"]["content"] or ""
-        if text != line["content"]:
-            yield f"the answer {line['id']} was {line['content']!r}, the store has {text!r}"
-        if row.attempt_id in winners and row.skip_reason == "client_disconnected":
-            yield f"the answer {line['id']} was received and is called disconnected"
-
-
-def _problems_of_steps(run: Run, calls: Any) -> Iterator[str]:
-    metrics = [
-        json.loads(line) for line in (run.folder / "run/metrics.jsonl").read_text().splitlines()
-    ]
-    steps = {row["step"]: row for row in metrics if "reward/mean" in row}
-    if list(steps) != list(range(1, run.steps + 1)):
-        yield f"the steps are {list(steps)}, not 1 to {run.steps}"
-    trained = Counter(call.trained_step for call in calls if call.trained_step is not None)
-    for step, row in steps.items():
-        if row["calls/trained"] != trained[step]:
-            yield f"step {step} trained {row['calls/trained']} calls, the store has {trained[step]}"
-
-
-def _driver(url: str) -> str:
-    if "://" not in url:
-        return f"sqlite:///{url}"
-    return url.replace("postgresql://", "postgresql+psycopg://")
-
-
 def chaos(
     folder: Path,
     quota: dict[str, int],
@@ -375,11 +295,11 @@ def chaos(
         began = time.monotonic()
         hurt(run, allowed, rng, postgres)
         left.subtract(before - allowed)
-        found = list(problems_of(run))
+        found = list(run.problems())
         problems += [f"{place.name}: {problem}" for problem in found]
         total.update(run.strikes)
         took = time.monotonic() - began
-        received = sum("id" in line for line in journal_of(run))
+        received = sum("id" in line for line in read_lines(run.journal))
         struck = ", ".join(f"{kind} {count}" for kind, count in run.strikes.items())
         say(f"{place.name}: {took:.0f} s; {struck}; {received} answers; {len(found)} problems")
         for problem in found[:10]:

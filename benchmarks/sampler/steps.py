@@ -8,7 +8,7 @@ import random
 import threading
 import time
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from benchmarks.roof import product_gflops, read_gigabytes
@@ -26,8 +26,8 @@ from agentrl_trainer.inference import (
 )
 from agentrl_trainer.models.devices import on_own_thread
 from agentrl_trainer.models.loading import BaseModel, load_base
+from agentrl_trainer.names import SamplerWeights
 
-Weights = Literal["model", "bfloat16", "int8"]
 BATCHES = (1, 8, 32, 64)
 CONTEXT = 256
 ANSWER = 48
@@ -35,7 +35,7 @@ COMPARED = 8
 """Requests whose log-probs are compared."""
 
 
-def started(base: BaseModel, folder: Path, weights: Weights) -> SamplerEngine:
+def started(base: BaseModel, folder: Path, weights: SamplerWeights) -> SamplerEngine:
     engine = SamplerEngine(base, weights=weights)
     engine.start()
     engine.load_adapter(POLICY, 1, folder / "adapter").result()
@@ -108,7 +108,7 @@ def main() -> None:
     }  # fmt: skip
     asked = workload(COMPARED, seed=1)
     found["roofs"], found["weights"] = {}, {}
-    for weights in get_args(Weights):
+    for weights in get_args(SamplerWeights):
         source = str(options.folder / "base")
         base = on_own_thread(load_base, source, device="cpu", dtype="float32")
         if weights == "model":

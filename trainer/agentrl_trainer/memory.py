@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Literal, ParamSpec
+from typing import ParamSpec
 
 import torch
 from peft import get_peft_model
@@ -19,6 +19,7 @@ from agentrl_trainer.models.lora import lora_config, model_without_weights
 from agentrl_trainer.models.lora_product import width_computed_again
 from agentrl_trainer.models.lora_targets import no_false_warnings, resolve_targets
 from agentrl_trainer.models.moe import expert_count
+from agentrl_trainer.names import SamplerWeights
 
 _NF4_BYTES = 0.53
 _ROUNDED_BYTES = {"bfloat16": 2, "int8": 1}
@@ -86,7 +87,7 @@ def estimate_memory(
     load_in_4bit: bool = False,
     gradient_checkpointing: bool = False,
     parts: int | None = None,
-    sampler_weights: Literal["model", "bfloat16", "int8"] = "model",
+    sampler_weights: SamplerWeights = "model",
 ) -> dict[str, int] | None:
     """Estimate the bytes of each part; None if the architecture is not known.
 

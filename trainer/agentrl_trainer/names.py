@@ -1,4 +1,4 @@
-"""Name the built-in models, and check names that become files or folders.
+"""Name the built-in models and kinds of weights, and check names that become files or folders.
 
 Such names are those of runs, adapters, clients and saved states.
 """
@@ -8,6 +8,10 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import Literal, TypeAlias
+
+SamplerWeights: TypeAlias = Literal["model", "bfloat16", "int8"]
+"""Weights that the embedded sampler computes with: the model's own, or rounded ones, on a CPU."""
 
 TINY_MODEL, SMOLLM2 = BUILT_IN = ("agentrl-tiny", "smollm2-135m")
 

@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Any
 
 from agentrl_proxy.sampler import (
     ContextLengthError,
@@ -28,6 +28,7 @@ from agentrl_trainer.inference import (
 )
 from agentrl_trainer.models.loading import BaseModel
 from agentrl_trainer.models.sources import ModelError
+from agentrl_trainer.names import SamplerWeights
 
 log = logging.getLogger("agentrl")
 
@@ -35,9 +36,7 @@ log = logging.getLogger("agentrl")
 class EmbeddedSampler:
     """Samples in this process. Every ``sample`` must come from the same event loop."""
 
-    def __init__(
-        self, base: BaseModel, weights: Literal["model", "bfloat16", "int8"] = "model"
-    ) -> None:
+    def __init__(self, base: BaseModel, weights: SamplerWeights = "model") -> None:
         self.context_length = base.context_length
         self._eos_ids = base.eos_ids
         # Events of one engine round go to the event loop together: one wake-up, not one a token.

@@ -16,7 +16,7 @@ from collections.abc import Sequence as Sequences
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -49,6 +49,7 @@ from agentrl_trainer.models.devices import (
 )
 from agentrl_trainer.models.loading import BaseModel
 from agentrl_trainer.models.sources import ModelError
+from agentrl_trainer.names import SamplerWeights
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class SamplerEngine:
         kv_tokens: int | None = None,
         prefill_chunk: int | None = None,
         merge_below: int = MERGE_BELOW,
-        weights: Literal["model", "bfloat16", "int8"] = "model",
+        weights: SamplerWeights = "model",
         after_round: Callable[[], object] = lambda: None,
     ) -> None:
         """The engine owns ``base.model`` from here on: no other code may run or change it.

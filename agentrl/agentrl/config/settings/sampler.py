@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from agentrl.config.field_types import Count, HttpUrl, NonNegative, Table, Variable, from_names
 from agentrl.config.secrets import check_url
+from agentrl_trainer.names import SamplerWeights
 
 _VllmUrl = Annotated[str, Field(pattern="^(https?://|unix:/).+"), AfterValidator(check_url)]
 
@@ -45,7 +46,7 @@ class SamplerSettings(Table):
 
     kind: Literal["embedded", "vllm"] = "embedded"
     """What samples: the embedded engine, or a vLLM server."""
-    weights: Literal["model", "bfloat16", "int8"] = "model"
+    weights: SamplerWeights = "model"
     """Weights that the embedded sampler computes with: the model's, or on a CPU rounded ones, which
     are smaller and quicker to read. Then its policy differs a little from the trainer's, and by
     default algorithm.correction.mode is truncate."""
