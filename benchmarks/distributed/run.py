@@ -57,10 +57,11 @@ def main() -> None:
         where, "", "Beside one learner, agentrl-tiny, the largest of "
         f"{len(seeds)} seeds after 6 steps of 32 rows with two adapters, PPO and clipping:", "",
         *table(
-            ["ranks", "loss, relative", "adapters, relative", "goal", "of their update", "goal",
-             "bytes a step and rank"],
+            ["ranks", "loss, relative", "gradients of the first step, relative",
+             "adapters, relative", "goal", "of their update", "goal", "bytes a step and rank"],
             [["1, other micro-batches" if kind == "1" else kind,
-              *(f"{max(one[key] for one in found):.1e}" for key in ("loss", "weights")),
+              *(f"{max(one[key] for one in found):.1e}"
+                for key in ("loss", "gradients", "weights")),
               goals.get(kind, ("", ""))[0], f"{max(one['update'] for one in found):.1e}",
               goals.get(kind, ("", ""))[1], f"{found[0]['bytes']:,.0f}"]
              for kind, found in equal.items()],
@@ -121,22 +122,29 @@ def measure(model: str, ranks: str, seed: int) -> dict[str, Any]:
 
 def compare(one: Learner, ranked: Any, seed: int) -> dict[str, Any]:
     """Make the same 6 steps with both; return the largest relative differences."""
-    loss, start = 0.0, weights_of(one)
+    loss, gradients, start = 0.0, 0.0, state_of(one, "weights/")
     for step in range(6):
         work = rows(1000 * seed + step, 8, 40, 24)[:32]
         losses = [of.forward_backward(work, "ppo").loss for of in (one, ranked)]
         for of in (one, ranked):
             of.optim_step(ADAM)
         loss = max(loss, abs(losses[1] - losses[0]) / abs(losses[0]))
-    ours = weights_of(one)
-    apart = float((ours - weights_of(ranked)).norm())
-    update = float((ours - start).norm())
-    return {"loss": loss, "weights": apart / float(ours.norm()), "update": apart / update}
+        if step == 0:  # Adam's first moment is a tenth of the gradient
+            gradients = relative(*(state_of(of, "exp_avg/") for of in (one, ranked)))
+    ours, theirs = (state_of(of, "weights/") for of in (one, ranked))
+    update = relative(ours - start, theirs - start)
+    return {
+        "loss": loss, "gradients": gradients, "weights": relative(ours, theirs), "update": update,
+    }  # fmt: skip
 
 
-def weights_of(learner: Any) -> torch.Tensor:
+def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return float((ours - theirs).norm() / ours.norm())
+
+
+def state_of(learner: Any, kind: str) -> torch.Tensor:
     state = learner.state_dict()
-    return torch.cat([one.flatten() for key, one in state.items() if "weights/" in key]).double()
+    return torch.cat([one.flatten() for key, one in state.items() if kind in key]).double()
 
 
 def rows(

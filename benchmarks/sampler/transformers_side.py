@@ -39,10 +39,10 @@ def continuous(model: torch.nn.Module, asked: Workload) -> list[int]:
             for prompt, length in zip(asked.prompts, asked.lengths, strict=True)
         ]
         while len(found) < len(names):
-            result = manager.get_result(timeout=600)
-            if result is None:
-                raise RuntimeError("continuous batching stopped answering")
-            if result.is_finished():
+            result = manager.get_result(timeout=30)
+            if result is None and not manager.is_running():
+                raise RuntimeError("continuous batching has ended before its answers")
+            if result is not None and result.is_finished():
                 found[result.request_id] = len(result.generated_tokens)
     return [found[name] for name in names]
 

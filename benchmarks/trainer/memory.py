@@ -1,7 +1,7 @@
 """Peak memory of one whole step: ``agentrl train`` beside TRL's GRPOTrainer, on the real model.
 
     python benchmarks/trainer/memory.py --only agentrl
-    python benchmarks/trainer/memory.py --only agentrl --micro-batch-tokens 640
+    python benchmarks/trainer/memory.py --only agentrl --settings sampler.kv_tokens=3000
     python benchmarks/trainer/memory.py --only trl --trl-python PYTHON --rows 1 --generate 8
 
 8 prompts of 512 tokens with 8 answers of 128 each; an answer's end of text is forbidden on both
@@ -82,9 +82,9 @@ def agentrl(tasks: Path, folder: Path, options: argparse.Namespace) -> dict[str,
         "--rank", str(RANK), "--max-tokens", str(options.answer),
         "--runs", str(folder), "--name", "run",
     ]  # fmt: skip
-    least = options.micro_batch_tokens
-    if least:
-        command += ["--learning.micro-batch-tokens", str(least)]
+    for setting in options.settings:
+        name, _, value = setting.replace("_", "-").partition("=")
+        command += [f"--{name}", value]
     memory, _, trainer, seconds = watched(command, options.threads)
     run = folder / "run"
     with sqlite3.connect(run / "store.db") as store:
@@ -94,8 +94,8 @@ def agentrl(tasks: Path, folder: Path, options: argparse.Namespace) -> dict[str,
     store.close()
     assert lengths == {(options.prompt, options.answer)}, lengths
     both = {trainer, gateway}
-    if least:
-        name = f"{OURS}, micro-batches of {least} tokens"
+    if options.settings:
+        name = f"{OURS}, {', '.join(options.settings)}"
         return {name: memory.peak(both), "seconds": seconds}
     return {
         OURS: memory.peak(both),
@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument("--answer", type=int, default=128)
     parser.add_argument("--rows", type=int, default=1, help="of TRL's micro-batch")
     parser.add_argument("--generate", type=int, default=64, help="rows that TRL generates at once")
-    parser.add_argument("--micro-batch-tokens", type=int, help="of agentrl")
+    parser.add_argument("--settings", nargs="*", default=[], metavar="NAME=VALUE", help="agentrl's")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--results", type=Path, default=HERE / "results")
     options = parser.parse_args()

@@ -42,6 +42,7 @@ def memory_findings(
     enough = TOKENS_PER_THREAD * (model.cores or available_cores())
     packed = pack(rows, token_budget=budget, enough=enough if device.type == "cpu" else None)
     in_flight = min(how.runners * how.concurrency, how.batch_size * how.group_size)
+    cached = in_flight * max(len(row.tokens) for row in rows)
     parts = estimate_memory(
         model.name, device=device, dtype=model.dtype, load_in_4bit=model.load_in_4bit,
         rank=learning.rank, adapters=len(config.trained),
@@ -49,7 +50,7 @@ def memory_findings(
         parts=config.parts_of_base,
         sampler_weights=config.sampler.weights,
         tokens=max(batch.input_ids.numel() for batch in packed),
-        cached=in_flight * max(len(row.tokens) for row in rows)
+        cached=min(cached, config.sampler.kv_tokens or cached)
         if config.sampler.kind == "embedded" else 0,
     )  # fmt: skip
     if parts is None:

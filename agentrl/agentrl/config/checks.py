@@ -240,6 +240,7 @@ def check_models(config: ModelCommand) -> None:
                 config.sampler.kind == "embedded",
                 'sampler.kind = "embedded"; for vLLM, sampler.vllm.args has its --quantization',
             ),
+            "sampler.kv_tokens": (config.sampler.kind == "embedded", 'sampler.kind = "embedded"'),
             "sampler.vllm.key_env": (runs, "sampler.vllm.url; one started here needs no key"),
             "sampler.vllm.wait": (runs, "sampler.vllm.url; one started here may take its time"),
         },

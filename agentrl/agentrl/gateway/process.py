@@ -247,7 +247,7 @@ def make_sampler(
         cores = max(1, (model.cores or available_cores()) // plan.gateways)
         torch.set_num_threads(sampler_threads(cores, base.parameters, alone=not plan.trains_beside))
         renderer = Renderer(base.tokenizer, stop_ids=base.eos_ids)
-        return EmbeddedSampler(base, plan.sampler.weights), renderer
+        return EmbeddedSampler(base, plan.sampler.weights, plan.sampler.kv_tokens), renderer
     source = tinker.tokenizer if tinker and tinker.tokenizer else model.name
     facts = load_facts(source, **model.of_tokenizer)
     renderer = Renderer(facts.tokenizer, stop_ids=facts.eos_ids)

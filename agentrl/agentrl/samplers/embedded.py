@@ -36,13 +36,17 @@ log = logging.getLogger("agentrl")
 class EmbeddedSampler:
     """Samples in this process. Every ``sample`` must come from the same event loop."""
 
-    def __init__(self, base: BaseModel, weights: SamplerWeights = "model") -> None:
+    def __init__(
+        self, base: BaseModel, weights: SamplerWeights = "model", kv_tokens: int | None = None
+    ) -> None:
         self.context_length = base.context_length
         self._eos_ids = base.eos_ids
         # Events of one engine round go to the event loop together: one wake-up, not one a token.
         self._round: list[tuple[asyncio.Queue[Event], Event]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.engine = SamplerEngine(base, weights=weights, after_round=self._hand_over)
+        self.engine = SamplerEngine(
+            base, weights=weights, kv_tokens=kv_tokens, after_round=self._hand_over
+        )
         self.stop = self.engine.stop
 
     def start(self) -> None:

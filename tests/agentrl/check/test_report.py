@@ -95,10 +95,13 @@ def test_what_a_row_cannot_hold_is_said() -> None:
         replace(call, params={**call.params, "branched": next(reasons)}) if call.seq else call
         for call in calls
     ]
-    found = said([0.0] * 4, rollouts, edited, learning={"max_length": 10})
+    found = said(
+        [0.0] * 4, rollouts, edited, learning={"max_length": 10}, sampler={"kv_tokens": 20}
+    )
     assert found["tokens"][0].endswith(
         " 18 of at most 10: raise learning.max_length: longer ones do not train"
     )
+    assert "KV cache of 20 tokens" in found["memory"][1]
     assert found["calls"][1] == (
         "0 of 4 later calls continue the one before, token for token; the others train as rows of "
         "their own, which takes longer (history edited 2, new conversation 1, reply cut 1)"

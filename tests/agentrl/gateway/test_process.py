@@ -68,7 +68,10 @@ def gateway(tmp_path: Path, store: Store) -> Iterator[tuple[str, Claim, Supervis
     claim = store.claim("runner", 600.0, run_id)
     assert claim is not None
     settings = ServeConfig.model_validate(
-        {"model": {"device": "cpu", "dtype": "float32"}, "sampler": {"max_tokens": 8}}
+        {
+            "model": {"device": "cpu", "dtype": "float32"},
+            "sampler": {"max_tokens": 8, "kv_tokens": 5000},
+        }
     )
     plan = GatewayPlan.of(
         settings, vllm_url=None, store=store.url, run_id=run_id,
@@ -124,12 +127,13 @@ def test_a_gateway_that_dies_comes_back_and_samples_no_retry_again(
             once.chat.completions.create(**asked, n=8)
     as_operator = {"headers": {"authorization": f"Bearer {OPERATOR_KEY}"}, "timeout": 30}
 
-    def held() -> int:
-        return httpx.get(f"{url}/healthz", **as_operator).json()["sampler"]["kv_tokens"]
+    def sampler() -> dict[str, int]:
+        return httpx.get(f"{url}/healthz", **as_operator).json()["sampler"]
 
-    before = held()
+    before = sampler()
+    assert before["kv_budget"] == 5000
     httpx.post(f"{url}/admin/drop-prefixes", json={}, **as_operator).raise_for_status()
-    assert held() < before
+    assert sampler()["kv_tokens"] < before["kv_tokens"]
     process.stop()
     assert "the sampler has died" in (tmp_path / "gateway.log").read_text()
     calls = store.calls(attempt_ids=[claim.attempt_id])

@@ -125,8 +125,9 @@ def test_free_memory_knows_the_machine_and_its_container(tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
-def test_large_tensors_go_back_to_the_system() -> None:
-    return_large_tensors(torch.device("cpu"))
+@pytest.mark.parametrize("token_budget", [4096, 1024])
+def test_large_tensors_go_back_to_the_system(token_budget: int) -> None:
+    return_large_tensors(torch.device("cpu"), token_budget)
     torch.ones(2**22)  # else glibc would keep tensors up to this size from now on
     return_freed_memory()  # what earlier tests left
     before = Process().memory_info().rss
@@ -138,8 +139,9 @@ def test_large_tensors_go_back_to_the_system() -> None:
     large.clear()
     assert Process().memory_info().rss < before + 60 * 2**20
     del between[:-1]
-    assert Process().memory_info().rss > before + 40 * 2**20
-    return_freed_memory()
+    if token_budget == 4096:  # between is not large
+        assert Process().memory_info().rss > before + 40 * 2**20
+        return_freed_memory()
     assert Process().memory_info().rss < before + 20 * 2**20
 
 
@@ -163,5 +165,5 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
 def test_what_a_sampler_frees_is_taken_again() -> None:
     kept = faults_of_tensors("keep_freed_tensors(cpu)")
-    returned = faults_of_tensors("return_large_tensors(cpu); keep_freed_tensors(cpu)")
+    returned = faults_of_tensors("return_large_tensors(cpu, 4096); keep_freed_tensors(cpu)")
     assert 10 * kept < returned

@@ -90,9 +90,9 @@ class Learner(AdapterOptimizers):
     ) -> None:
         super().__init__(adam or AdamParams(), value.lr if value else 0.0)
         self.base = base
-        return_large_tensors(base.device)
         # A CPU is fastest with activations that stay in its caches; a CUDA GPU must be filled.
         self.token_budget = token_budget or default_token_budget(base.device.type)
+        return_large_tensors(base.device, self.token_budget)
         self.value = value
         self.value_heads: dict[str, ValueHead] = {}
         self.score = score

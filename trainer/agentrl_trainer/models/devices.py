@@ -22,7 +22,8 @@ T = TypeVar("T")
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD."""
-_LARGE = 2**21
+_LARGE_PER_TOKEN, _LEAST_LARGE, _LARGE = 2**9, 2**17, 2**21
+"""Bytes of a large tensor: for each token of a micro-batch, at least, and at most."""
 _returns_large = False
 
 
@@ -61,16 +62,19 @@ def free_memory(device: torch.device) -> int:
     return free_on_host()
 
 
-def return_large_tensors(device: torch.device) -> None:
-    """On a CPU, have glibc give tensors of 2 MiB and more back to the system when they are freed.
+def return_large_tensors(device: torch.device, token_budget: int) -> None:
+    """On a CPU, have glibc give large tensors back to the system when they are freed.
 
     Else it keeps them in pieces, of which the next tensors cannot use much: an update of
-    SmolLM2-135M with rows of 640 tokens takes 3.2 GB beside the model, instead of 1.8.
+    SmolLM2-135M with rows of 640 tokens takes 3.2 GB beside the model, instead of 1.8. Large are 2
+    MiB, or 512 bytes for each token of ``token_budget`` where that is less: with micro-batches of
+    256 tokens an update takes 0.4 GB beside the model, instead of 0.7.
     """
     global _returns_large
     if device.type == "cpu":
         _returns_large = True
-        _set_malloc(_MMAP_THRESHOLD, _LARGE)
+        large = max(_LARGE_PER_TOKEN * token_budget, _LEAST_LARGE)
+        _set_malloc(_MMAP_THRESHOLD, min(large, _LARGE))
 
 
 def keep_freed_tensors(device: torch.device) -> None:

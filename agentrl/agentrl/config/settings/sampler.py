@@ -50,6 +50,10 @@ class SamplerSettings(Table):
     """Weights that the embedded sampler computes with: the model's, or on a CPU rounded ones, which
     are smaller and quicker to read. Then its policy differs a little from the trainer's, and by
     default algorithm.correction.mode is truncate."""
+    kv_tokens: Count | None = None
+    """Most tokens whose keys and values the embedded sampler keeps, those of ended answers among
+    them, which later prompts may continue; lower saves memory. By default what fits into a quarter
+    of the free memory and 4 GiB, or into 0.6 of a GPU's."""
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     """Sampling temperature where the request sets none."""
     max_tokens: Count = 256

@@ -42,6 +42,7 @@ def config(**settings: Any) -> ServeConfig:
         ({"sampler": "vllm", "vllm_url": "gpu:8000"}, "sampler\\nvllm.url|vllm.url"),
         ({"sampler": "vllm", "vllm_url": "http://gpu:8000", "vllm_args": "-x"}, "runs already"),
         ({"sampler": "vllm", "vllm_key_env": "HOME"}, "needs no key"),
+        ({"sampler": "vllm", "kv_tokens": 5000}, "kv_tokens: has no effect without sampler.kind"),
         ({"sampler": "vllm", "vllm_wait": 5}, "vllm.wait: has no effect without sampler.vllm.url"),
         ({"sampler": "vllm", "vllm_url": "http://gpu", "vllm_key_env": "NOT_SET"}, "NOT_SET"),
         ({"sampler": "triton"}, "embedded"),
