@@ -99,8 +99,11 @@ class VllmAdapters:
             self.current = self.current | {name: load}
         return older
 
-    def restore(self, name: str, load: LoadedAdapter) -> None:
-        """Load a version again under a new name, unless a newer one was published meanwhile."""
+    def restore(self, name: str, load: LoadedAdapter) -> str:
+        """Load a version again under a new name, unless a newer one was published meanwhile.
+
+        Returns the new name.
+        """
         self._unload(load.lora)  # another process behind this URL may have it
         again = self._loaded(name, load.version, load.path)
         with self._lock:
@@ -108,6 +111,7 @@ class VllmAdapters:
                 self.current = self.current | {name: again}
         if not newest:
             self._unload(again.lora)
+        return again.lora
 
     def _loaded(self, name: str, version: int, path: str) -> LoadedAdapter:
         load = LoadedAdapter(_new_name(name, version), version, path)

@@ -70,30 +70,32 @@ class VllmWatch(threading.Thread):
 
     def _check(self) -> None:
         self._get("/health")
-        gone = self._missing()
-        if gone or self._client.trouble:
-            self._recover(gone)
+        if self._client.trouble or self._missing():
+            self._recover()
         if not self.stopping.is_set():
             self._client.mark_healthy()
             self.metrics = read_metrics(self._get("/metrics").text)
 
-    def _recover(self, gone: dict[str, LoadedAdapter]) -> None:
+    def _recover(self) -> None:
         """Give a restarted server every adapter that the one before it had."""
         if not self._client.trouble:
             self._lose("it has lost its adapters")
         self._learn()
-        for name, load in gone.items():
-            if self.stopping.is_set():
-                return
-            self._adapters.restore(name, load)
-        if self._missing():  # the next round tries again
-            raise VllmError(
-                "it does not list what it loaded: several processes seem to answer at this URL, "
-                "each with adapters of its own; start vLLM with --api-server-count 1, and one "
-                "server per URL"
-            )
+        loaded: dict[str, str] = {}  # adapters by the server's names for them
+        while gone := self._missing():  # at first, and what was published meanwhile
+            if any(load.lora in loaded for load in gone.values()):  # the next round tries again
+                raise VllmError(
+                    "it does not list what it loaded: several processes seem to answer at this "
+                    "URL, each with adapters of its own; start vLLM with --api-server-count 1, and "
+                    "one server per URL"
+                )
+            for name, load in gone.items():
+                if self.stopping.is_set():
+                    return
+                loaded[self._adapters.restore(name, load)] = name
         self.recoveries += 1
-        log.warning("vLLM is back; loaded again: %s", ", ".join(gone) or "nothing")
+        again = ", ".join(dict.fromkeys(loaded.values())) or "nothing"
+        log.warning("vLLM is back; loaded again: %s", again)
 
     def _missing(self) -> dict[str, LoadedAdapter]:
         """Return the adapters that the server should have and does not list."""

@@ -95,7 +95,9 @@ def test_a_few_replaced_versions_stay_for_their_answers(
     assert len(server.loras) == 8
 
 
-def test_a_version_published_during_recovery_wins(server: Server, sampler: VllmSampler) -> None:
+def test_a_version_published_during_recovery_wins(
+    server: Server, sampler: VllmSampler, caplog: pytest.LogCaptureFixture
+) -> None:
     """The watch loads the old version anew; before that is done, the new one is there."""
     sampler.load_now("policy", 1, "/1")
     server.while_loading = lambda: sampler.load_now("policy", 2, "/2")
@@ -103,6 +105,7 @@ def test_a_version_published_during_recovery_wins(server: Server, sampler: VllmS
     until(lambda: sampler.stats()["recoveries"] > 0 and sampler.healthy)
     assert sampler.adapters == {"policy": 2}
     assert list(server.loras.values()) == ["/2"]
+    assert "does not list" not in caplog.text  # it does
 
 
 def test_an_adapter_that_is_gone_is_the_servers_fault(server: Server, sampler: VllmSampler) -> None:
