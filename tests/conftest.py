@@ -37,20 +37,8 @@ def vllm_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         return
     if not real_vllm.PYTHON:
         pytest.skip("AGENTRL_TEST_VLLM_PYTHON names no interpreter with vLLM")
-    from agentrl.config.commands import ServeConfig
-    from agentrl.samplers.vllm.server import VllmServer, vllm_command
-
-    config = ServeConfig.model_validate(
-        {
-            "sampler": {"kind": "vllm", "vllm": {"python": real_vllm.PYTHON}},
-            "model": {"device": "cpu"},
-        }
-    )
-    log = tmp_path_factory.mktemp("vllm") / "vllm.log"
-    server = VllmServer(vllm_command(config, max_rank=8), log)
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-        server.start()
+    server = real_vllm.server(tmp_path_factory.mktemp("vllm") / "vllm.log")
+    server.start()
     try:
         server.wait(print)
         yield server.url

@@ -21,12 +21,13 @@ from runner_harness import alive
 from settings import flags, nested
 from small_models import qwen3, save_model
 from tiny_policy import RANK, Policy
-from training_run import Run
+from training_run import Run, wait_for
 
 from agentrl import timing
 from agentrl.config.commands import ServeConfig
 from agentrl.config.errors import ConfigError
 from agentrl.samplers.vllm.server import VllmServer, planned_servers, vllm_command
+from agentrl_tracer.schemas import AttemptState, Purpose
 
 CLI = [sys.executable, "-m", "agentrl"]
 
@@ -196,35 +197,82 @@ def engine(log: Path) -> int:
 
 
 def check_run(run: Run, steps: int) -> set[tuple[str | None, int | None]]:
-    """Check the books and the log-probs; return the adapter versions that answered."""
+    """Check books, log-probs and adapter versions; return the adapters and versions that answered.
+
+    Each step's rollouts are answered by the version that the step before it made.
+    """
     run.accounting()
     assert [row["step"] for row in run.steps()] == [*range(1, steps + 1)]
     for row in run.steps():
         assert row["sampler_trainer/max_logprob_difference"] < 1e-3
+    with run.store() as store:
+        rollouts = {one.id: one for one in store.rollouts(run.run_id, purpose=Purpose.TRAIN)}
+    for call in run.calls(purpose=Purpose.TRAIN):
+        assert call.adapter_version == rollouts[call.rollout_id or ""].step - 1
     return {(call.adapter, call.adapter_version) for call in run.calls()}
 
 
+def runners(run: Run, state: AttemptState) -> dict[str, str]:
+    """The rollouts that have an attempt in a state, and the runner of the newest one.
+
+    Runners are named by their number, and each asks one gateway.
+    """
+    with run.store() as store:
+        attempts = store.newest_attempts(run.run_id, [state], 1)
+    return {rollout.id: one.runner.rpartition("-")[2] for rollout, one in reversed(attempts)}
+
+
 @starts_vllm
+@pytest.mark.parametrize("samplers", [1, 2])
 def test_a_run_trains_through_vllm_and_survives_its_death(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    samplers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three versions published; the server is killed in between; every call is accounted for."""
+    """Three versions published; a server is killed in between; every call is accounted for.
+
+    Another server, which another runner asks, gets its rollouts. Then the run need not wait for it.
+    """
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     run = Run(
-        tmp_path, "mixed", sampler="vllm", vllm_python=real_vllm.PYTHON, steps=3, eval_every=9,
-        timeout=900, max_tokens=32,
+        tmp_path, "slow", sampler="vllm", vllm_python=real_vllm.PYTHON, steps=3, eval_every=9,
+        timeout=900, max_tokens=32, samplers=samplers,
     )  # fmt: skip
     log = run.folder.logs / "vllm.log"
     process = run.start()
     try:
-        until(lambda: process.poll() is not None or run.steps(), 900)
-        if process.poll() is None:
-            os.kill(engine(log), signal.SIGKILL)
+        wait_for(lambda: run.steps() and len(runners(run, AttemptState.RUNNING)) == 2, process, 900)
+        os.kill(engine(log), signal.SIGKILL)
         run.finish(process, timeout_s=900)
     finally:
         process.kill()  # where it went well, it is over
-    assert log.read_text().count("Started server process") == 2
     assert check_run(run, 3) >= {("policy", version) for version in (0, 1, 2)}
+    cut_off, done = runners(run, AttemptState.INFRASTRUCTURE), runners(run, AttemptState.SUCCEEDED)
+    if samplers == 1:
+        assert log.read_text().count("Started server process") == 2
+    else:
+        [runner] = {*cut_off.values()}
+        assert runner not in {done[rollout] for rollout in cut_off}
+
+
+@starts_vllm
+def test_a_server_that_comes_up_late_gets_rollouts(vllm_url: str, tmp_path: Path) -> None:
+    late = real_vllm.server(tmp_path / "vllm.log")
+    run = Run(
+        tmp_path, "slow", sampler="vllm", vllm_url=f"{vllm_url},{late.url}", vllm_wait=1,
+        rank=RANK, steps=1000, eval_every=1000, timeout=900, max_tokens=32,
+    )  # fmt: skip
+    process = run.start()
+    try:
+        wait_for(run.steps, process, 900)
+        late.start()
+        wait_for(lambda: len({*runners(run, AttemptState.SUCCEEDED).values()}) == 2, process, 900)
+        process.send_signal(signal.SIGINT)
+        run.finish(process, 130, 900)
+        run.changes = ["--steps", str(len(run.steps()) + 1)]
+        run.finish(timeout_s=900)
+    finally:
+        process.kill()
+        late.stop()
+    check_run(run, len(run.steps()))
 
 
 @starts_vllm
