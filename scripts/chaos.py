@@ -189,7 +189,10 @@ class Run:
         return True
 
     def phase(self) -> str:
-        """Tell what the trainer does, or goes on with, by what it has written."""
+        """Tell what the trainer does, or goes on with, by what it has written.
+
+        Its first update counts as ``start``, because ranks still start when rollouts have ended.
+        """
         run = RunFolder(self.folder / "run")
         if any(run.checkpoints.glob(".tmp-*")):
             return "checkpoint"
@@ -202,7 +205,9 @@ class Run:
             waiting = "SELECT count(*) FROM rollouts WHERE state IN ('queued', 'running')"
             count = connection.scalar(sa.text(waiting))
         engine.dispose()
-        return "rollouts" if count else "update"
+        if count:
+            return "rollouts"
+        return "update" if "\nstep " in self.said() else "start"
 
     def problems(self) -> Iterator[str]:
         """Yield a sentence for each thing that is wrong at its end."""
