@@ -47,6 +47,7 @@ class Run:
         self.arguments += flags(**{k: v for k, v in settings.items() if v is not None})
         self.changes: list[str] = []
         """Flags with which it is resumed."""
+        self.cores = 1
         self.folder = RunFolder(folder / "run")
         self.output = ""
 
@@ -58,7 +59,8 @@ class Run:
         return subprocess.Popen(
             [sys.executable, *(program or ("-m", "agentrl")), *arguments],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "TEST_RUN": str(self.folder.root)}, cwd=cwd,
+            env={**os.environ, "OMP_NUM_THREADS": str(self.cores),
+                 "TEST_RUN": str(self.folder.root)}, cwd=cwd,
         )  # fmt: skip
 
     def finish(

@@ -29,7 +29,7 @@ from agentrl.runs.folder import RunFolder
 from agentrl.runs.learning_curve import draw_learning_curve
 from agentrl.runs.metric_names import HELD_OUT_LOSS, LOSS
 from agentrl.training.metrics import finite_numbers
-from agentrl.training.resume import tell_other_trainers
+from agentrl.training.resume import tell_other_counts
 from agentrl.training.session import RunError
 from agentrl.training.setup.clients import TrainingClients
 from agentrl_tracer.store import Store
@@ -140,7 +140,7 @@ class OfflineRun:
         step = 0
         if found.checkpoint is not None:
             step, meta = found.checkpoint.step, found.checkpoint.meta
-            tell_other_trainers(step, meta, self.config.learning.trainers, self.display.note)
+            tell_other_counts(step, meta, self.config, self.display.note)
         self.folder.drop_metrics_after(step)
         self.store.drop_metrics_after(self.run_id, step)
         for path in (self.folder.adapters / self.name).glob("v*"):
@@ -223,7 +223,8 @@ def train_step(run: OfflineRun, step: int) -> None:
     run.log(step, row)
     how = run.config.run
     if step % how.checkpoint_every == 0 or step == run.steps:
-        meta = {"run_id": run.run_id, "examples": run.fingerprint}
+        cores = run.config.model.cores
+        meta = {"run_id": run.run_id, "examples": run.fingerprint, "cores": cores}
         run.backend.service.save_checkpoint(
             run.folder.checkpoints, step, meta=meta, keep=how.keep_checkpoints
         ).result()

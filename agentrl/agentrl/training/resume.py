@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from agentrl.config.commands import TrainConfig
+from agentrl.config.commands import OfflineConfig, TrainConfig
 from agentrl.config.errors import ConfigError
 from agentrl.config.field_types import is_generator
 from agentrl.config.secrets import as_recorded, without_variables
@@ -205,17 +205,22 @@ def tell_changes(changes: Mapping[str, tuple[Any, Any]], tell: Callable[[str], N
         tell(f"from now on: {words}")
 
 
-def tell_other_trainers(
-    step: int, meta: Mapping[str, Any], trainers: int, tell: Callable[[str], None]
+def tell_other_counts(
+    step: int,
+    meta: Mapping[str, Any],
+    config: TrainConfig | OfflineConfig,
+    tell: Callable[[str], None],
 ) -> None:
-    """Report that another number of trainers wrote the checkpoint ``step``, whose meta this is."""
-    before = meta.get("trainers", trainers)  # one of an earlier version does not say
-    if before != trainers:
-        tell(
-            f"step {step} was computed with learning.trainers {before}, the next ones with "
-            f"{trainers}: they round sums otherwise, so what follows is not equal bit for bit to "
-            "what the run would have computed before"
-        )
+    """Report that other trainers or cores wrote the checkpoint ``step``, whose meta this is."""
+    counts = {"learning.trainers": config.learning.trainers, "model.cores": config.model.cores}
+    for name, now in counts.items():
+        before = meta.get(name.rpartition(".")[2], now)  # an earlier version's does not say
+        if before != now:
+            tell(
+                f"step {step} was computed with {name} {before}, the next ones with {now}: they "
+                "may round sums otherwise, so what follows need not equal bit for bit what the run "
+                f"would have computed before; {flag_of(name)} {before} would"
+            )
 
 
 def verify_in_background(store: Store, run_id: str, note: Callable[[str], None]) -> None:

@@ -29,7 +29,7 @@ from agentrl.timing import PhaseTimer
 from agentrl.training.metrics import PrefixHits
 from agentrl.training.queue.curriculum import Curriculum
 from agentrl.training.queue.rollout_queue import RolloutQueue
-from agentrl.training.resume import tell_other_trainers, verify_in_background
+from agentrl.training.resume import tell_other_counts, verify_in_background
 from agentrl.training.session import RunError, Session
 from agentrl.training.setup.clients import create_clients
 from agentrl.training.setup.own_functions import add_own_loss
@@ -180,8 +180,7 @@ class TrainingRun:
         made = [*of_checkpoints, *logged]
         if found.checkpoint is not None:
             self.queue.restore(meta["rollouts"])
-            trainers = self.config.learning.trainers
-            tell_other_trainers(step, meta, trainers, self.display.note)
+            tell_other_counts(step, meta, self.config, self.display.note)
         elif made:
             why = "; ".join(f"{name}: {fault}" for name, fault in faults.items()) or "it is empty"
             raise RunError(

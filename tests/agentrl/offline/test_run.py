@@ -180,12 +180,17 @@ def test_a_run_goes_back_to_a_kept_step(whole: Whole, tmp_path: Path) -> None:
     )  # fmt: skip
 
 
-def test_two_trainers_go_on_with_the_steps_of_one(whole: Whole, tmp_path: Path) -> None:
+def test_two_trainers_go_on_with_the_steps_of_one(
+    whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = shutil.copytree(whole.folder.root, tmp_path / "first")
+    cores = whole.folder.read_config()["model"]["cores"]
+    monkeypatch.setattr("agentrl.offline.command.available_cores", lambda: cores + 1)
     with console.capture() as printed:
         train(tmp_path, Path(f"{root}@6"), learning={"trainers": 2})
-    said = "step 6 was computed with learning.trainers 1, the next ones with 2: "
-    assert said in " ".join(printed.get().split())
+    for name, before in {"learning.trainers": 1, "model.cores": cores}.items():
+        said = f"step 6 was computed with {name} {before}, the next ones with {before + 1}: "
+        assert said in " ".join(printed.get().split())
     for many, single in zip(losses(RunFolder(root)), losses(whole.folder), strict=True):
         known = [value is not None for value in single]
         assert [*compress(many, known)] == pytest.approx([*compress(single, known)], rel=1e-5)

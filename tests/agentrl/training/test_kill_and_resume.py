@@ -169,7 +169,10 @@ def test_an_asynchronous_run_that_is_killed_trains_nothing_twice(tmp_path: Path)
     run.kill_at("publishing", 3)
     with run.store() as store:  # as after a machine's death: the last writes are lost
         store.drop_metrics_after(run.run_id, 2)
+    run.cores, run.changes = 2, ["--model.cores", "2"]
     run.finish(run.start(cwd=tmp_path.parent))
+    said = "step 2 was computed with model.cores 1, the next ones with 2: "
+    assert said in " ".join(run.output.split())
     assert "it knows the run up to step 2; later steps are made again" in run.output
     assert "checkpoint step-00000003 was passed over: its run's records end at step 2" in run.output
 
