@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
+import re
 import sys
 from typing import Any
 
@@ -47,6 +48,14 @@ _OTHERS = {
 }
 _OFFLINE = ("sft", "prefer", "reward-model")
 _SERVERS = ("serve", "ui", "tinker-server")
+# By name: --help loads no torch.
+_OF_MEMORY = {"OutOfMemoryError", "RuntimeError", "RankError", "MemoryError"}
+_NO_MEMORY = re.compile(
+    r"(?:\w+Error: )?(?:(\w[\w ]* out of memory)(?: \(.*?\))?(\. Tried to allocate [\d.]+ \w+)"
+    r"|\[enforce fail.*(can't allocate memory: you tried to allocate \d+ bytes)).*"
+    r"|(MemoryError)"
+)
+"""What is said of a GPU, of MPS, and of a CPU, by torch and by Python."""
 _LESS_MEMORY = (
     "Lower learning.micro_batch_tokens, set learning.gradient_checkpointing, or take a smaller "
     "model; agentrl check estimates what each part takes."
@@ -137,19 +146,20 @@ def main() -> None:
         end_at_once(ended.code, f"ended by {ended}")  # a thread may compute for minutes yet
     except KeyboardInterrupt:
         sys.exit(130)
-    except (CycloptsError, ValueError, RuntimeError, OSError) as error:  # ConfigError among them
-        said = str(error)
+    except (CycloptsError, ValueError, RuntimeError, OSError, MemoryError) as error:
+        said = str(error) or type(error).__name__
         if isinstance(error, OSError) and error.strerror:  # a full disk, an unwritable folder
             said = f"{error.filename or 'a file or connection'}: {error.strerror}"
-        if type(error).__name__ == "OutOfMemoryError":  # torch's; --help loads no torch
-            said = f"{'. '.join(said.split('. ')[:2])}. {_LESS_MEMORY}"
+        if {type(one).__name__ for one in (error, error.__cause__)} & _OF_MEMORY:
+            said, without_memory = _NO_MEMORY.subn(r"\1\2\3\4.", said)
+            said += f"\n{_LESS_MEMORY}" if without_memory else ""
         if isinstance(error, MissingArgumentError) and error.argument is not None:
             name = error.argument.name.lstrip("-").replace("-", "_")
             said = f"{name}: is missing. {error.argument.parameter.help or ''}".rstrip()
         print_error(said)
         if words := last_words():
             print_line(words, to=stderr)
-        sys.exit(1 if isinstance(error, RuntimeError | OSError) else 2)
+        sys.exit(1 if isinstance(error, RuntimeError | OSError | MemoryError) else 2)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ took; a run that died before logs the checkpoint's row when it is resumed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -91,7 +92,7 @@ class TrainingRun:
             learning_rate=self._backend.peak_learning_rate, eval_tasks=len(eval_tasks),
             note=display.note,
         )  # fmt: skip
-        session.watch = self.guards.budget.watch
+        session.watch = self._watch
 
     # ---- within a step
 
@@ -106,8 +107,24 @@ class TrainingRun:
         Raises:
             RunError: the backend's service failed.
         """
-        try:
+        with self._failures_end_the_run():
             return self.session.result(asked.future())
+
+    def _watch(self) -> None:
+        """Give up the rollouts under way if no step can follow.
+
+        Raises:
+            BudgetSpentError: a limit is exceeded.
+            RunError: a trainer has ended.
+        """
+        self.guards.budget.watch()
+        with self._failures_end_the_run():
+            self._backend.service.check()
+
+    @contextlib.contextmanager
+    def _failures_end_the_run(self) -> Iterator[None]:
+        try:
+            yield
         except self._backend.failures as error:
             raise RunError(
                 f"{self.config.run.backend}: {error}\nThe checkpoints are kept: continue with "

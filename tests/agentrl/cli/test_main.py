@@ -18,6 +18,8 @@ from agentrl.config.errors import no_run_folder
 from agentrl.config.setting_names import settings_of
 from agentrl.config.settings.agent import AgentSettings
 from agentrl.console import output
+from agentrl.training.session import RunError
+from agentrl_trainer.distributed.plan import RankError
 
 Cli = Callable[..., tuple[int, str]]
 
@@ -160,17 +162,49 @@ def test_a_port_in_use_is_named_with_a_way_out(cli: Cli, tmp_path: Path) -> None
     assert f"error: host/port: 127.0.0.1:{port} is in use; port 0 takes a free one" in shown
 
 
+CUDA = "CUDA out of memory. Tried to allocate 454.00 MiB. GPU 0 has a total capacity of 79 GiB."
+MPS = "MPS backend out of memory (MPS allocated: 5.4 GB, max: 18.1 GB). Tried to allocate 1.2 GB."
+
+
+@pytest.mark.parametrize(
+    ("error", "cause", "short"),
+    [
+        (torch.OutOfMemoryError(CUDA), None, "CUDA out of memory. Tried to allocate 454.00 MiB."),
+        (RuntimeError(MPS), None, "MPS backend out of memory. Tried to allocate 1.2 GB."),
+        (
+            RunError(f"local: rank 1 of 2 ended: OutOfMemoryError: {CUDA}\nContinue."),
+            RankError(),
+            "rank 1 of 2 ended: CUDA out of memory. Tried to allocate 454.00 MiB. Continue.",
+        ),
+    ],
+)
 def test_too_little_memory_of_a_device_is_said_with_what_to_lower(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, error: Exception, cause: Exception | None, short: str
 ) -> None:
     """A CPU raises another error, so a command stands in for a training on a GPU."""
-    said = "CUDA out of memory. Tried to allocate 454.00 MiB. GPU 0 has a total capacity of 79 GiB."
 
     def command(*_: object, **__: object) -> None:
-        raise torch.OutOfMemoryError(said)
+        raise error from cause
 
     monkeypatch.setattr(command_line, "app", command)
     code, shown = cli("train", "agent.py")
     assert code == 1
-    assert "memory. Tried to allocate 454.00 MiB. Lower learning.micro_batch_tokens" in shown
-    assert "total capacity" not in shown
+    said = " ".join(shown.split())
+    assert f"{short} Lower learning.micro_batch_tokens" in said
+    assert "total capacity" not in said
+
+
+@pytest.mark.parametrize(
+    ("allocate", "said"),
+    [
+        (torch.empty, "can't allocate memory: you tried to allocate 4503599627370496 bytes."),
+        (bytearray, "MemoryError."),
+    ],
+)
+def test_a_cpu_without_memory_is_said_with_what_to_lower(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, allocate: Callable[[int], object], said: str
+) -> None:
+    monkeypatch.setattr(command_line, "app", lambda *_, **__: allocate(2**50))
+    code, shown = cli("train", "agent.py")
+    assert code == 1
+    assert f"error: {said} Lower learning.micro_batch_tokens" in " ".join(shown.split())

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 from settings import nested
-from training_run import Run, hello, wait_for
+from training_run import SUPPORT, Run, hello, wait_for
 
 from agentrl.config.commands import TrainConfig
 from agentrl_trainer.client import ServiceClient
@@ -21,6 +22,19 @@ def loss(tokens):
     return -tokens.advantages * tokens.log_ratio.exp()
 """
 
+
+AGENT = f"""
+import sys, time
+from pathlib import Path
+
+sys.path.append({str(SUPPORT)!r})
+from train_agents import mixed
+
+def agent(task):
+    mixed(task)
+    while Path(__file__).with_name("hold").exists():
+        time.sleep(0.1)
+"""
 
 ACTORS = {"ray::_Actor", "ray::_RayRunner"}
 """A trainer, and a runner."""
@@ -48,12 +62,17 @@ def followers(run: Run) -> list[int]:
 
 def test_a_run_ends_with_its_rank_and_goes_on_with_a_sharded_base(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(LOSS)
-    run = Run(tmp_path, "mixed", trainers=2, steps=5, loss=f"{tmp_path / 'own.py'}:loss")
+    (tmp_path / "agent.py").write_text(AGENT)
+    hold, agent = tmp_path / "hold", f"{tmp_path / 'agent.py'}:agent"
+    run = Run(tmp_path, agent, trainers=2, steps=5, loss=f"{tmp_path / 'own.py'}:loss")
     process = run.start()
     wait_for(run.steps, process, 120)
+    hold.touch()
+    time.sleep(3)  # an update that had begun ends
     [follower] = followers(run)
     os.kill(follower, signal.SIGKILL)
-    run.finish(process, code=1)
+    run.finish(process, code=1, timeout_s=60)  # its rollouts would not end
+    hold.unlink()
     assert "rank 1 of 2 ended: it was killed by signal 9" in run.output
     assert f"continue with --resume {run.folder.root}" in run.output
     assert "Traceback" not in run.output

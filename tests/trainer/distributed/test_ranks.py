@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from agentrl_trainer.client import AdamParams as ClientAdam
 from agentrl_trainer.client import ServiceClient
 from agentrl_trainer.data.training_row import TrainingRow, with_extra
 from agentrl_trainer.distributed import heartbeats
-from agentrl_trainer.distributed import plan as plans
 from agentrl_trainer.distributed.plan import RankError, RankPlan
 from agentrl_trainer.distributed.ranks import RankedLearner
 from agentrl_trainer.distributed.sharded import ShardedLearner
@@ -348,23 +346,3 @@ def test_a_base_without_layers_to_spread_is_refused(tmp_path: Path) -> None:
     folder = save_model(GPT2LMHeadModel(config), tmp_path)
     with pytest.raises(ModelError, match="shard_base: transformers has no plan to spread gpt2"):
         ranks_of(RankPlan(folder, MODEL, 2, shard=True), {"adapters": ("a",), "rank": 4})
-
-
-def test_a_rank_that_dies_while_the_model_is_tried_is_named() -> None:
-    first: dict[str, Any] = {"adapters": ("a",), "rank": 4, "seed": 1}
-    plan = RankPlan(TINY, MODEL, 2, [("follower_setup:at_the_trial", ())], shard=True)
-    with pytest.raises(RankError, match="rank 1 of 2 ended: it was killed by signal 9"):
-        ranks_of(plan, first)
-
-
-def test_a_rank_that_dies_while_the_ranks_meet_fails_the_call(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Between its word that it is ready and the first collective."""
-    monkeypatch.setattr(plans, "JOIN", timedelta(seconds=2))
-    first: dict[str, Any] = {"adapters": ("a",), "rank": 4, "seed": 1}
-    setup = [("follower_setup:at_the_meeting", ())]
-    ranked = ranks_of(RankPlan(TINY, MODEL, 2, setup), first)
-    with pytest.raises(RankError, match="rank 1 of 2 ended: it was killed by signal 9"):
-        ranked.forward(groups(1, adapters=("a",)))
-    ranked.close()

@@ -33,6 +33,10 @@ class TrainingProcesses(Protocol):
         """Make what has the methods of a ``Learner``."""
         ...
 
+    def check(self) -> None:
+        """Raise an error if one of them has ended while they were idle, where that is known."""
+        ...
+
     def end(self) -> None: ...
 
 
@@ -118,6 +122,10 @@ class LocalBase:
         if (name := served.result()) is not None:
             with contextlib.suppress(RequestError):  # the sampler has ended
                 self._engine.unload_adapter(name)
+
+    def check(self) -> None:
+        if self._processes is not None:
+            self._processes.check()
 
     def close(self) -> None:
         if self._processes is not None:

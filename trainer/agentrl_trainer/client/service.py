@@ -314,6 +314,15 @@ class ServiceClient:
             raise ValueError(f"a checkpoint is of one base model; this has {loaded}")
         return self._bases[loaded[0]]
 
+    def check(self) -> None:
+        """Look whether the processes that train with this one are there. Cheap, on any thread.
+
+        Raises:
+            RankError: one has ended since the last operation; the next one would fail.
+        """
+        for base in list(self._bases.values()):
+            base.check()
+
     def get_server_capabilities(self) -> GetServerCapabilitiesResponse:
         """Return the known base models: locally the loaded ones, and the tiny one of the package.
 

@@ -68,7 +68,7 @@ def main() -> None:
         follow(pipe)
     except Exception as error:
         with contextlib.suppress(OSError):
-            pipe.send(f"{type(error).__name__}: {error}")
+            pipe.send(f"{type(error).__name__}: {error}".rstrip(": "))
     sys.stdout.flush()
     os._exit(1)  # its group's threads would wait for the others
 

@@ -1,4 +1,4 @@
-"""Notice a rank that lives and does nothing, as a process does that was stopped.
+"""Notice a rank that has ended, or that lives and does nothing, as a stopped process does.
 
 A follower counts up in the store of the process group, on a thread of its own. The first rank looks
 at the counts, and kills a follower whose count stands still: what waits for that rank fails then.
@@ -40,28 +40,35 @@ def beat(host: str, port: int, rank: int) -> None:
 
 
 class Watch:
-    """Looks at the followers' counts, on a thread, until it is ended."""
+    """Looks at the followers and their counts, on a thread, until it is ended."""
+
+    ended: dict[int, str]
+    """Why followers have ended, by rank, in the order in which that was seen."""
 
     def __init__(self, host: str, port: int, followers: Sequence[Any]) -> None:
-        self._ended: dict[int, str] = {}
+        self.ended = {}
         self._over = threading.Event()
         self._store = _store(host, port)
         self._thread = threading.Thread(target=self._look, args=(list(followers),), daemon=True)
         self._thread.start()
 
     def end(self) -> dict[int, str]:
-        """Stop to look; return why followers have ended whose counts stood still, by rank."""
+        """Stop to look; return why followers have ended."""
         self._over.set()
         self._thread.join()
-        return self._ended
+        return self.ended
 
     def _look(self, followers: Sequence[Any]) -> None:
         counts, looks = [0] * len(followers), [0] * len(followers)
         while not self._over.wait(LOOK_S):
             for at, follower in enumerate(followers):
+                if at + 1 in self.ended:
+                    continue
+                if (why := follower.why_ended(0)) is not None:
+                    self.ended[at + 1] = why
+                    continue
                 before, counts[at] = counts[at], self._store.add(f"beats/{at + 1}", 0)
                 looks[at] = looks[at] + 1 if counts[at] == before else 0
                 if looks[at] == LOOKS:
-                    silent = f"it gave no sign of life for {LOOKS * LOOK_S:.0f} s"
-                    self._ended[at + 1] = follower.why_ended(0) or silent
+                    self.ended[at + 1] = f"it gave no sign of life for {LOOKS * LOOK_S:.0f} s"
                     follower.kill()

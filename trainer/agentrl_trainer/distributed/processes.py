@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -40,6 +41,8 @@ class FollowerProcess:
         with contextlib.suppress(EOFError, OSError):
             return self._pipe.recv() if self._pipe.poll(timeout_s) else None
         code = self.process.wait()
+        if code == -signal.SIGKILL:
+            return "it was killed by signal 9, as the kernel does where memory runs out"
         return f"it was killed by signal {-code}" if code < 0 else f"its exit code was {code}"
 
     def kill(self) -> None:

@@ -132,6 +132,18 @@ class Followers:
         if dist.is_initialized():
             dist.destroy_process_group()
         self._watch = None
+        self._name_first(ended, error)
+
+    def check(self) -> None:
+        """Look whether one has ended while all of them were idle.
+
+        Raises:
+            RankError: names it and why; the others run on until ``end``.
+        """
+        if (watch := self._watch) is not None:
+            self._name_first(dict(watch.ended), None)
+
+    def _name_first(self, ended: Mapping[int, str], error: Exception | None) -> None:
         # Those that survived it only say that another one was gone.
         first = [rank for rank, why in ended.items() if _BY_PEER not in why]
         for rank in first or ended:

@@ -124,6 +124,9 @@ class VerlWorkers:
             self.end()
             raise RankError(f"a worker of verl failed: {said_of(error)}") from error
 
+    def check(self) -> None:
+        """Do nothing: Ray tells of a worker that has ended when it is called next."""
+
     def end(self) -> None:
         """End the workers; ``start`` may start others."""
         for worker in self._group.workers if self._group else ():
