@@ -31,6 +31,10 @@ from agentrl_trainer.models.sources import resolve_model
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.reporting import machine, write_json  # noqa: E402
+
 HELLO = ROOT / "examples" / "hello"
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -165,9 +169,9 @@ def means(runs: list[Run]) -> dict[str, dict[str, float]]:
 
 def markdown(runs: list[Run], about: dict[str, object]) -> str:
     lines = [
-        f"{about['date']}, {about['machine']}, {about['threads']} threads, {about['model']}, "
+        f"{about['machine']}, {about['model']}, "
         f"learning rate {about['learning_rate']}, "
-        f"{about['runners']} runners, load before the run {about['load']}.",
+        f"{about['runners']} runners, {about['agent']}.",
         "",
         "| tool | seed | steps | held-out accuracy | wall s | to its end | CPU s | wall s / step |",
         "|---|--:|--:|--:|--:|--:|--:|--:|",
@@ -220,14 +224,13 @@ def main() -> None:
 
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     about: dict[str, object] = {
-        "date": time.strftime("%Y-%m-%d %H:%M"),
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python "
-        f"{platform.python_version()}",
-        "load": f"{os.getloadavg()[0]:.1f}",
+        "machine": f"{machine(options.threads)}, Python {platform.python_version()}",
         "model": options.model,
-        "threads": options.threads,
         "learning_rate": options.learning_rate,
         "runners": options.runners,
+        "agent": "a loop over the client API"
+        if options.without_agent
+        else f"{options.rollouts_per_process} rollouts per process",
         "steps_at_most": options.steps,
         "stop_at": options.stop_at,
     }
@@ -245,10 +248,9 @@ def main() -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
     console.print(table_of(runs, "To the goal" if options.stop_at <= 1 else "Fixed steps"))
-    options.results.mkdir(parents=True, exist_ok=True)
     stem = "to_goal" if options.stop_at <= 1 else f"fixed_{options.steps}_steps"
     record = {"about": about, "runs": [asdict(r) for r in runs], "means": means(runs)}
-    (options.results / f"{stem}.json").write_text(json.dumps(record, indent=2) + "\n")
+    write_json(options.results / f"{stem}.json", record)
     (options.results / f"{stem}.md").write_text(markdown(runs, about))
     console.print(markdown(runs, about), markup=False)
 
