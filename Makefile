@@ -14,7 +14,7 @@ PYTEST ?= -n 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help demo demo-real sweep examples test check docs site packages clients coding-agents frameworks \
 	real-model before-rl deployments kills gpu vllm tinker trackers guards \
-	verl harbor inspect litellm-proxy mutations chaos image-steps lock clean
+	verl ray harbor inspect litellm-proxy mutations chaos image-steps lock clean
 .DEFAULT_GOAL := help
 
 help:
@@ -38,7 +38,7 @@ help:
 	@echo "make deployments  kill the trainer of deploy/compose.yaml, which goes on; run the SLURM script (1 minute)"
 	@echo "make gpu        does a CUDA GPU compute what the CPU computes? (2 minutes on one)"
 	@echo "make real-model train, resume, merge and serve smollm2-135m (3 minutes)"
-	@echo "make vllm verl tinker trackers harbor inspect litellm-proxy   need another environment: see CONTRIBUTING.md"
+	@echo "make vllm verl ray tinker trackers harbor inspect litellm-proxy   need another environment: see CONTRIBUTING.md"
 	@echo "make image-steps  build the container image without Docker, and train in it (needs root; 10 minutes)"
 	@echo "make mutations  remove each rule of the library; each removal must fail a test"
 	@echo "make chaos      kill processes of runs at random, KILLS=100 of each kind; check the books"
@@ -84,6 +84,13 @@ clients frameworks guards before-rl deployments kills real-model gpu vllm tinker
 verl:
 	@$${AGENTRL_TEST_VERL_PYTHON:?names the Python of an environment with verl, see CONTRIBUTING.md} -m pytest \
 		-W ignore -m verl tests/trainer/distributed/test_verl.py tests/agentrl/training/test_verl.py
+
+RAY = $${AGENTRL_TEST_RAY_PYTHON:?names the Python of an environment with ray, see CONTRIBUTING.md} -m pytest -W ignore
+
+ray:
+	@$(RAY) tests/agentrl/runner/test_ray.py tests/trainer/distributed/test_on_ray.py \
+		tests/agentrl/training/test_trainers.py
+	@$(RAY) -m kills tests/agentrl/sweep/test_sweep.py
 
 mutations: $(VENV)/.dev
 	@$(BIN)/python scripts/mutations.py $(RULES)

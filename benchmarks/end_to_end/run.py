@@ -223,14 +223,14 @@ def main() -> None:
         parser.error("--trl-python is needed: see requirements.txt")
 
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    shared = f"{options.rollouts_per_process} rollouts per process"
+    agent = "a fresh process per rollout" if options.rollouts_per_process == 1 else shared
     about: dict[str, object] = {
         "machine": f"{machine(options.threads)}, Python {platform.python_version()}",
         "model": options.model,
         "learning_rate": options.learning_rate,
         "runners": options.runners,
-        "agent": "a loop over the client API"
-        if options.without_agent
-        else f"{options.rollouts_per_process} rollouts per process",
+        "agent": "a loop over the client API" if options.without_agent else agent,
         "steps_at_most": options.steps,
         "stop_at": options.stop_at,
     }

@@ -75,8 +75,13 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path == "/v1/load_lora_adapter":
             server.loads += 1
             refusal = server.refusal
-            if server.wants_files and not Path(body["lora_path"]).is_dir():
-                refusal = 404, "Loading lora policy failed: No adapter found for <path>"
+            if server.wants_files:
+                try:
+                    json.loads((Path(body["lora_path"]) / "adapter_config.json").read_text())
+                except FileNotFoundError:
+                    refusal = 404, "Loading lora policy failed: No adapter found for <path>"
+                except ValueError as error:
+                    refusal = 500, str(error)
             if refusal is not None:
                 status, message = refusal
                 self._answer(status, {"error": {"message": message}})

@@ -111,13 +111,53 @@ def test_what_was_under_way_when_a_run_was_stopped_is_spent(
     assert tokens(run, step=0) < spent <= tokens(run)
 
 
-def collapsing(folder: Path, **settings: Any) -> Run:
-    """At this learning rate the second update makes noise of every answer."""
+@pytest.mark.parametrize(
+    ("ended_by", "settings", "said"),
+    [
+        ("evaluation.stop_at", {"evaluation.stop_at": 0.9}, "has reached 90.0%"),
+        (
+            "evaluation.patience",
+            {"evaluation.patience": 2, "learning_rate": 1e-9},
+            "2 evaluations were no better than 0.0% at step 0",
+        ),
+    ],
+)
+def test_held_out_tasks_end_a_run_early(
+    ended_by: str, settings: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    run = on_hello(tmp_path, steps=100, eval_every=2, **settings).finish()
+    assert said in " ".join(run.output.split())
+    ended, held_out = summary(run), held_out_of(run.folder)
+    assert (ended["ended_by"], ended["steps"]) == (ended_by, max(held_out))
+    assert 0 < ended["steps"] < 100
+    assert len(run.steps()) == ended["steps"]
+    *before, last = (held_out[step] for step in sorted(held_out))
+    if ended_by == "evaluation.stop_at":
+        assert max(before) < 0.9 <= last
+    else:
+        assert [*before, last] == [0.0] * 3
+    best = best_step(held_out)
+    assert best is not None
+    assert ended["best"] == [best, held_out[best]]
+    version, kept = run.folder.adapter_version("policy", best), run.folder.best_adapter
+    file = "adapter_model.safetensors"
+    assert (kept / file).read_bytes() == (version / file).read_bytes()
+    run.accounting()
+
+
+def on_hello(folder: Path, **settings: Any) -> Run:
     hello = ROOT / "examples" / "hello"
     return Run(
         folder, f"{hello / 'agent.py'}:agent", tasks=hello / "train.jsonl",
-        eval_tasks=hello / "held_out.jsonl", batch_size=8, group_size=8, eval_every=1,
-        learning_rate=0.1, rollouts_per_process=50,
+        eval_tasks=hello / "held_out.jsonl", batch_size=8, group_size=8,
+        rollouts_per_process=50, **settings,
+    )  # fmt: skip
+
+
+def collapsing(folder: Path, **settings: Any) -> Run:
+    """At this learning rate the second update makes noise of every answer."""
+    return on_hello(
+        folder, eval_every=1, learning_rate=0.1,
         **{"guards.on_collapse": "roll_back", "run.keep_checkpoints": 1} | settings,
     )  # fmt: skip
 

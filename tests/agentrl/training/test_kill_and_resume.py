@@ -121,6 +121,16 @@ def test_two_adapters_with_a_value_function_are_killed_while_they_learn(tmp_path
 
 
 @pytest.mark.kills
+@pytest.mark.parametrize("shard", ["false", "true"])
+def test_a_run_with_two_trainers_is_killed_while_they_learn(
+    shard: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGENTRL_LEARNING__SHARD_BASE", shard)
+    moments = [("optimizer", 1, SIGKILL), ("writing", 2, SIGKILL)]
+    killed_and_whole(tmp_path, "mixed", moments, trainers=2)
+
+
+@pytest.mark.kills
 def test_a_run_with_evaluations_and_resampling_is_killed_around_them(tmp_path: Path) -> None:
     """An evaluation is made and counted once, in TensorBoard, too."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")

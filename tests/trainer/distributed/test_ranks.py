@@ -46,9 +46,9 @@ def two_adapters(of: Any) -> Any:
     return of
 
 
-@pytest.mark.parametrize("shard", [False, True])
-def test_a_run_resumes_bit_for_bit(tmp_path: Any, shard: bool) -> None:
-    trainers = {"size": 2, "shard": shard}
+@pytest.mark.parametrize(("size", "shard"), [(2, False), (2, True), (3, False)])
+def test_a_run_resumes_bit_for_bit(tmp_path: Any, size: int, shard: bool) -> None:
+    trainers = {"size": size, "shard": shard}
 
     def steps(training: Any, seeds: range) -> None:
         for seed in seeds:

@@ -16,6 +16,7 @@ from small_learner import base_model
 
 from agentrl_trainer.checkpoint import capture_rng, restore_rng
 from agentrl_trainer.inference.kv_cache import default_budget
+from agentrl_trainer.learner.learner import Learner
 from agentrl_trainer.models.devices import (
     choose_device,
     free_memory,
@@ -126,8 +127,12 @@ def test_free_memory_knows_the_machine_and_its_container(tmp_path: Path) -> None
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
 @pytest.mark.parametrize("token_budget", [4096, 1024])
-def test_large_tensors_go_back_to_the_system(token_budget: int) -> None:
-    return_large_tensors(torch.device("cpu"), token_budget)
+@pytest.mark.parametrize("of", ["process", "learner"])
+def test_large_tensors_go_back_to_the_system(of: str, token_budget: int) -> None:
+    if of == "process":
+        return_large_tensors(torch.device("cpu"), token_budget)
+    else:
+        Learner(base_model(), token_budget=token_budget)
     torch.ones(2**22)  # else glibc would keep tensors up to this size from now on
     return_freed_memory()  # what earlier tests left
     before = Process().memory_info().rss

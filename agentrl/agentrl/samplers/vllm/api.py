@@ -44,7 +44,8 @@ _LOAD_ADVICE = (
     "the server needs --enable-lora, --max-lora-rank no less than the adapter's rank, and must see "
     "the run's folder under this very path"
 )
-_NOT_FOUND = ("No adapter found", "doesn't contain tensors", "incomplete metadata")
+_HALF_JSON = "(char "  # what Python says of half an adapter_config.json ends so
+_NOT_FOUND = ("No adapter found", "doesn't contain tensors", "incomplete metadata", _HALF_JSON)
 _UNFIT = ("max_lora_rank", "target modules", "Adapter bias is not supported")
 """What vLLM says of an adapter's files: they are not there, or never fit. Its status is often 500,
 as where its engine is in trouble."""
@@ -322,7 +323,8 @@ def require_loaded(answer: httpx.Response, path: str) -> None:
     if status == 200:
         return
     said = _message(answer)
-    text = f"vLLM did not load {path} ({status}): {said[:400]}"
+    half = "adapter_config.json is not whole there: " if _HALF_JSON in said else ""
+    text = f"vLLM did not load {path} ({status}): {half}{said[:400]}"
     if any(phrase in said for phrase in _NOT_FOUND):
         raise RefusedError("files_not_found", f"{text}; {_LOAD_ADVICE}")
     unfit = any(phrase in said for phrase in _UNFIT)

@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from agentrl.capacity import available_cores
 from agentrl.config.commands import ModelCommand, TrainConfig
 from agentrl.config.errors import ConfigError
 from agentrl.config.secrets import secret_variables
@@ -41,6 +42,7 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
 }
+_BIND = "VLLM_CPU_OMP_THREADS_BIND"
 _SLEEP = "--enable-sleep-mode"
 _START_TIMEOUT_S = 1800.0  # it loads, compiles and warms up
 _POLL_S = 0.1
@@ -55,7 +57,7 @@ class VllmServer(SupervisedProcess):
 
     def __init__(
         self, command: Sequence[str], log: Path, withheld: Sequence[str] = (), *,
-        name: str = "vLLM", gpus: str = "",
+        name: str = "vLLM", gpus: str = "", threads: int = 0,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -63,6 +65,8 @@ class VllmServer(SupervisedProcess):
             withheld: variables it does not get.
             name: for log messages.
             gpus: its CUDA_VISIBLE_DEVICES; empty: all.
+            threads: on a CPU, unless VLLM_CPU_OMP_THREADS_BIND says otherwise; 0: vLLM's own
+                choice, one bound to each core.
         """
         # In the temporary folder, because a socket's path must be short.
         self._folder = Path(tempfile.gettempdir()) / f"agentrl-vllm-{secrets.token_hex(6)}"
@@ -71,6 +75,8 @@ class VllmServer(SupervisedProcess):
         leash = [sys.executable, "-m", "agentrl.samplers.vllm.server"]
         # By default vLLM wants nearly all memory of a CPU, and fails if it is used.
         env = {"VLLM_CPU_KVCACHE_SPACE": "4", **environment_without(withheld), **_ENVIRONMENT}
+        if threads and _BIND not in env:
+            env |= {_BIND: "nobind", "OMP_NUM_THREADS": str(threads)}
         env |= {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
         if _SLEEP in command:  # /sleep and /wake_up, for who reaches the socket
             env |= {"VLLM_SERVER_DEV_MODE": "1"}
@@ -125,13 +131,25 @@ def planned_servers(
     logs = [log, *(log.with_stem(f"{log.stem}-{number}") for number in range(1, count))]
     names = ["vLLM"] if count == 1 else [f"vLLM {number}" for number in range(count)]
     return [
-        VllmServer(command, log, withheld, name=name, gpus=gpus)
+        VllmServer(command, log, withheld, name=name, gpus=gpus, threads=_cpu_threads(config))
         for name, log, gpus in zip(names, logs, gpus_of_servers(count), strict=True)
     ]
 
 
 def _started(config: ModelCommand) -> int:
     return config.sampler.samplers if isinstance(config, TrainConfig) else 1
+
+
+def _cpu_threads(config: ModelCommand) -> int:
+    """Return the threads of each server on a CPU where a trainer computes beside it, else 0."""
+    if not isinstance(config, TrainConfig) or config.run.backend != "local":
+        return 0
+    from agentrl_trainer.models.devices import choose_device
+
+    if not config.rollouts.max_staleness or choose_device(config.model.device).type != "cpu":
+        return 0
+    # As an embedded sampler, they get half of the cores, and the trainer gets the rest.
+    return max(1, (config.model.cores or available_cores()) // 2 // _started(config))
 
 
 def vllm_command(config: ModelCommand, max_rank: int) -> list[str]:

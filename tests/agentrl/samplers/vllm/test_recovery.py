@@ -197,6 +197,10 @@ def test_a_gateway_that_starts_waits_for_files_that_the_server_does_not_see_yet(
         loading = threads.submit(sampler.load_now, "policy", 1, str(late))
         until(lambda: loading.done() or server.loads >= 2)
         late.mkdir()
+        config, loads = late / "adapter_config.json", server.loads
+        config.write_text('{"r": 8, "targ')
+        until(lambda: loading.done() or server.loads >= loads + 2)
+        config.write_text('{"r": 8}')
         loading.result(10)
     assert list(server.loras.values()) == [str(late)]
 
@@ -204,6 +208,12 @@ def test_a_gateway_that_starts_waits_for_files_that_the_server_does_not_see_yet(
     with pytest.raises(RefusedError, match=r"No adapter found.*under this very path") as refused:
         sampler.load_now("policy", 2, str(tmp_path / "never"))
     assert refused.value.code == "files_not_found"
+    config.write_text('{"r": 8, "targ')
+    half = r"/late.*adapter_config\.json is not whole there: Unterminated string"
+    with pytest.raises(RefusedError, match=half) as refused:
+        sampler.load_now("policy", 2, str(late))
+    assert refused.value.code == "files_not_found"
+    config.write_text('{"r": 8}')
 
     server.refusal, loads = (500, RANK), server.loads
     with pytest.raises(RefusedError, match="max_lora_rank") as refused:
@@ -259,7 +269,9 @@ def test_a_publication_that_is_refused_for_good_ends_the_run(
     with session_with(tmp_path, server.url) as running:
         running.wait_ready(print)
         server.wants_files, late = True, tmp_path / "late"
-        running.publish("policy", 0, str(late), 0, lambda _: late.mkdir())
+        late.mkdir()
+        config = late / "adapter_config.json"
+        running.publish("policy", 0, str(late), 0, lambda _: config.write_text("{}"))
         assert [*server.loras.values()] == [str(late)]
         server.wants_files, server.refusal, server.loads = False, (500, "out of memory"), 0
         with pytest.raises(session.RunError) as refused:

@@ -24,7 +24,7 @@ from tiny_policy import RANK, Policy
 from training_run import Run, wait_for
 
 from agentrl import timing
-from agentrl.config.commands import ServeConfig
+from agentrl.config.commands import ServeConfig, TrainConfig
 from agentrl.config.errors import ConfigError
 from agentrl.samplers.vllm.server import VllmServer, planned_servers, vllm_command
 from agentrl_tracer.schemas import AttemptState, Purpose
@@ -183,6 +183,39 @@ def test_how_far_a_server_is_that_starts(tmp_path: Path, monkeypatch: pytest.Mon
         server.stop()
     assert told[-1].startswith("vLLM is starting (")
     assert permission.exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "own", "threads"),
+    [
+        ({"max_staleness": 1}, {}, "nobind 4"),
+        ({"max_staleness": 1, "samplers": 2, "gateways": 2}, {}, "nobind 2"),
+        ({"max_staleness": 1}, {"VLLM_CPU_OMP_THREADS_BIND": "0-2"}, "0-2 None"),
+        ({}, {}, "None None"),
+    ],
+)
+def test_a_cpu_is_shared_with_a_trainer_that_computes_at_the_same_time(
+    settings: Any, own: dict[str, str], threads: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    server = tmp_path / "vllm/entrypoints/openai/api_server.py"
+    server.parent.mkdir(parents=True)
+    server.write_text(
+        "import os; get = os.environ.get\n"
+        "print('has', get('VLLM_CPU_OMP_THREADS_BIND'), get('OMP_NUM_THREADS'), flush=True)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    told = {"agent": "a.py:a", "tasks": "t", "sampler": "vllm", "device": "cpu", "cores": 8}
+    config = TrainConfig.model_validate(nested(**told, **settings))
+    first, *_ = planned_servers(config, tmp_path / "vllm.log", max_rank=8)
+    first.start()
+    try:
+        until(lambda: f"has {threads}\n" in first.log.read_text(), 60)
+    finally:
+        first.stop()
 
 
 def starts_vllm(test: Callable[..., None]) -> Callable[..., None]:
