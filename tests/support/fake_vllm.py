@@ -10,6 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 CHOICE = {
     "index": 0,
     "token_ids": [5],
@@ -75,12 +77,15 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path == "/v1/load_lora_adapter":
             server.loads += 1
             refusal = server.refusal
-            if server.wants_files:
+            if server.wants_files and refusal is None:
+                adapter = Path(body["lora_path"])
                 try:
-                    json.loads((Path(body["lora_path"]) / "adapter_config.json").read_text())
+                    json.loads((adapter / "adapter_config.json").read_text())
+                    if (tensors := adapter / "adapter_model.safetensors").exists():
+                        safe_open(tensors, "numpy").__enter__()
                 except FileNotFoundError:
                     refusal = 404, "Loading lora policy failed: No adapter found for <path>"
-                except ValueError as error:
+                except (ValueError, SafetensorError) as error:
                     refusal = 500, str(error)
             if refusal is not None:
                 status, message = refusal

@@ -44,8 +44,13 @@ _LOAD_ADVICE = (
     "the server needs --enable-lora, --max-lora-rank no less than the adapter's rank, and must see "
     "the run's folder under this very path"
 )
-_HALF_JSON = "(char "  # what Python says of half an adapter_config.json ends so
-_NOT_FOUND = ("No adapter found", "doesn't contain tensors", "incomplete metadata", _HALF_JSON)
+_LAG_ADVICE = (
+    "if that lasts, its file system lags behind the trainer's: mount the run's folder there with a "
+    "shorter attribute cache (NFS: actimeo=1), then resume"
+)
+_HALF = {"(char ": "adapter_config.json", "deserializing header": "adapter_model.safetensors"}
+"""How Python's and safetensors' errors about a file that was cut can be told."""
+_NOT_FOUND = ("No adapter found", "doesn't contain tensors")
 _UNFIT = ("max_lora_rank", "target modules", "Adapter bias is not supported")
 """What vLLM says of an adapter's files: they are not there, or never fit. Its status is often 500,
 as where its engine is in trouble."""
@@ -323,8 +328,12 @@ def require_loaded(answer: httpx.Response, path: str) -> None:
     if status == 200:
         return
     said = _message(answer)
-    half = "adapter_config.json is not whole there: " if _HALF_JSON in said else ""
-    text = f"vLLM did not load {path} ({status}): {half}{said[:400]}"
+    text = f"vLLM did not load {path} ({status}): "
+    for phrase, file in _HALF.items():
+        if phrase in said:
+            text += f"{file} is not whole where the server reads it: {said[:400]}"
+            raise RefusedError("files_not_found", f"{text}; {_LAG_ADVICE}")
+    text += said[:400]
     if any(phrase in said for phrase in _NOT_FOUND):
         raise RefusedError("files_not_found", f"{text}; {_LOAD_ADVICE}")
     unfit = any(phrase in said for phrase in _UNFIT)

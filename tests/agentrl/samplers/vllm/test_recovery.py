@@ -13,9 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 from fake_gateway import until
 from fake_vllm import CHOICE, Server
+from safetensors.numpy import save
 from settings import nested
 
 from agentrl import timing
@@ -31,6 +33,7 @@ from agentrl.samplers.vllm.sampler import VllmSampler
 from agentrl.training import session
 from agentrl_proxy.sampler import DecodingParams, RefusedError
 
+FILES = ("adapter_config.json", "adapter_model.safetensors")
 RANK = "Worker failed with error 'LoRA rank 32 is greater than max_lora_rank 16.'"
 
 
@@ -209,7 +212,7 @@ def test_a_gateway_that_starts_waits_for_files_that_the_server_does_not_see_yet(
         sampler.load_now("policy", 2, str(tmp_path / "never"))
     assert refused.value.code == "files_not_found"
     config.write_text('{"r": 8, "targ')
-    half = r"/late.*adapter_config\.json is not whole there: Unterminated string"
+    half = r"/late.*adapter_config\.json is not whole .*: Unterminated string"
     with pytest.raises(RefusedError, match=half) as refused:
         sampler.load_now("policy", 2, str(late))
     assert refused.value.code == "files_not_found"
@@ -282,6 +285,28 @@ def test_a_publication_that_is_refused_for_good_ends_the_run(
     for part in ("policy@1 cannot be published", RANK, "--max-lora-rank", "/adapters/1"):
         assert part in str(refused.value)
     assert server.loads < 20  # not one each 30 ms
+
+
+def test_a_publication_whose_files_stay_half_written_ends_the_run(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_fork: None
+) -> None:
+    monkeypatch.setitem(session._REFUSED_S, "files_not_found", 0.2)
+    config, tensors = b'{"r": 8}', save({"lora_A": numpy.ones((8, 64), "float32")})
+    halves = [(config[:0], tensors), (config[:5], tensors)]
+    halves += [(config, tensors[:cut]) for cut in (0, 5, 20, len(tensors) - 1)]
+    server.wants_files, adapter = True, tmp_path / "half"
+    adapter.mkdir()
+    with session_with(tmp_path, server.url) as running:
+        running.wait_ready(print)
+        for half in halves:
+            for file, content in zip(FILES, half, strict=True):
+                (adapter / file).write_bytes(content)
+            cut = FILES[half[0] == config]
+            with pytest.raises(session.RunError) as refused:
+                running.publish("policy", 1, str(adapter), 1, print)
+            assert f"/half (500): {cut} is not whole where" in str(refused.value)
+            assert "actimeo=1" in str(refused.value)
+    assert server.loras == {}
 
 
 def test_a_version_is_published_though_one_of_two_servers_is_lost(
