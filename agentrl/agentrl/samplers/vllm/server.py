@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from agentrl.capacity import available_cores
+from agentrl.capacity import available_cores, sampler_threads
 from agentrl.config.commands import ModelCommand, TrainConfig
 from agentrl.config.errors import ConfigError
 from agentrl.config.secrets import secret_variables
@@ -141,15 +141,20 @@ def _started(config: ModelCommand) -> int:
 
 
 def _cpu_threads(config: ModelCommand) -> int:
-    """Return the threads of each server on a CPU where a trainer computes beside it, else 0."""
-    if not isinstance(config, TrainConfig) or config.run.backend != "local":
+    """Return the threads of each server on a CPU where others compute at the same time, else 0.
+
+    By itself, vLLM binds the threads of each server to the same cores.
+    """
+    servers = _started(config)
+    trains = isinstance(config, TrainConfig) and config.rollouts.max_staleness > 0
+    if servers == 1 and not trains:
         return 0
     from agentrl_trainer.models.devices import choose_device
 
-    if not config.rollouts.max_staleness or choose_device(config.model.device).type != "cpu":
+    if choose_device(config.model.device).type != "cpu":
         return 0
-    # As an embedded sampler, they get half of the cores, and the trainer gets the rest.
-    return max(1, (config.model.cores or available_cores()) // 2 // _started(config))
+    cores = max(1, (config.model.cores or available_cores()) // servers)
+    return sampler_threads(cores, sys.maxsize, alone=not trains)  # as embedded samplers share
 
 
 def vllm_command(config: ModelCommand, max_rank: int) -> list[str]:

@@ -190,6 +190,7 @@ def test_how_far_a_server_is_that_starts(tmp_path: Path, monkeypatch: pytest.Mon
     [
         ({"max_staleness": 1}, {}, "nobind 4"),
         ({"max_staleness": 1, "samplers": 2, "gateways": 2}, {}, "nobind 2"),
+        ({"samplers": 2, "gateways": 2}, {}, "nobind 3"),
         ({"max_staleness": 1}, {"VLLM_CPU_OMP_THREADS_BIND": "0-2"}, "0-2 None"),
         ({}, {}, "None None"),
     ],
