@@ -119,9 +119,14 @@ def planned_servers(
 
     Raises:
         ConfigError: as ``vllm_command``.
+        ModelError: a trainer's device that this machine does not have.
     """
     if config.sampler.kind != "vllm" or config.sampler.vllm.url:
         return []
+    if isinstance(config, TrainConfig):  # else only vLLM's torch needs the device
+        from agentrl_trainer.models.devices import choose_device
+
+        choose_device(config.model.device)
     if max_rank is None:
         max_rank = max(map(adapter_rank, adapters), default=_RANKS[0])
     from agentrl.samplers.vllm.gpus import gpus_of_servers

@@ -28,6 +28,7 @@ from agentrl.config.commands import ServeConfig, TrainConfig
 from agentrl.config.errors import ConfigError
 from agentrl.samplers.vllm.server import VllmServer, planned_servers, vllm_command
 from agentrl_tracer.schemas import AttemptState, Purpose
+from agentrl_trainer.models.sources import ModelError
 
 CLI = [sys.executable, "-m", "agentrl"]
 
@@ -217,6 +218,17 @@ def test_a_cpu_is_shared_with_a_trainer_that_computes_at_the_same_time(
         until(lambda: f"has {threads}\n" in first.log.read_text(), 60)
     finally:
         first.stop()
+
+
+def test_a_device_that_the_trainer_does_not_have_is_refused_before_vllm_starts(
+    tmp_path: Path,
+) -> None:
+    (python := tmp_path / "python").write_text("#!/bin/sh\nexit 0\n")  # has vLLM
+    python.chmod(0o755)
+    told = {"agent": "a.py:a", "tasks": "t", "sampler": "vllm", "vllm_python": str(python)}
+    settings = TrainConfig.model_validate(nested(**told, device="cuda:99"))
+    with pytest.raises(ModelError, match=r"device: 'cuda:99' cannot be used: .* Use auto or cpu"):
+        planned_servers(settings, tmp_path / "vllm.log", max_rank=8)
 
 
 def starts_vllm(test: Callable[..., None]) -> Callable[..., None]:
