@@ -95,6 +95,9 @@ class TinkerServiceClient(ServiceClient):
         sampling = self.create_sampling_client(base_model=base_model)
         return Probe(TinkerTrainingClient(self, client, "probe"), sampling)
 
+    def check(self) -> None:
+        """Do nothing: no process of this machine trains, and the next operation asks the server."""
+
     def get_server_capabilities(self) -> GetServerCapabilitiesResponse:
         return self._rest.get_server_capabilities().result()  # has the same fields
 
