@@ -48,7 +48,7 @@ _OTHERS = {
 }
 _OFFLINE = ("sft", "prefer", "reward-model")
 _SERVERS = ("serve", "ui", "tinker-server")
-# By name: --help loads no torch.
+# Errors that may say it, by name: --help loads no torch.
 _OF_MEMORY = {"OutOfMemoryError", "RuntimeError", "RankError", "MemoryError"}
 _NO_MEMORY = re.compile(
     r"(?:\w+Error: )?(?:(\w[\w ]* out of memory)(?: \(.*?\))?(\. Tried to allocate [\d.]+ \w+)"

@@ -144,6 +144,7 @@ class Followers:
             self._name_first(dict(watch.ended), None)
 
     def _name_first(self, ended: Mapping[int, str], error: Exception | None) -> None:
+        """Raise RankError of the rank that ended first, if one did."""
         # Those that survived it only say that another one was gone.
         first = [rank for rank, why in ended.items() if _BY_PEER not in why]
         for rank in first or ended:

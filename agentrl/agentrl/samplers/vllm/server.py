@@ -66,7 +66,7 @@ class VllmServer(SupervisedProcess):
             name: for log messages.
             gpus: its CUDA_VISIBLE_DEVICES; empty: all.
             threads: on a CPU, unless VLLM_CPU_OMP_THREADS_BIND says otherwise; 0: vLLM's own
-                choice, one bound to each core.
+                choice, which binds them to cores.
         """
         # In the temporary folder, because a socket's path must be short.
         self._folder = Path(tempfile.gettempdir()) / f"agentrl-vllm-{secrets.token_hex(6)}"
